@@ -1,0 +1,562 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The only module that touches what vLLM keeps private.
+
+Every base class, helper and attribute of vLLM's engine that has no stability promise is imported
+or wrapped here, and its signature is listed in :data:`CONTRACTS`. A vLLM upgrade that changes one
+of them then stops at start-up with a list (:func:`broken_contracts`) instead of a crash in the
+middle of a request.
+"""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from vllm.distributed import (
+    get_tensor_model_parallel_rank,
+    get_tensor_model_parallel_world_size,
+    tensor_model_parallel_all_gather,
+    tensor_model_parallel_all_reduce,
+)
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+__all__ = [
+    "CONTRACTS",
+    "broken_contracts",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_world_size",
+    "init_logger",
+    "install_layers",
+    "tensor_model_parallel_all_gather",
+    "tensor_model_parallel_all_reduce",
+    "use_worker",
+]
+
+#: Qualified name in vLLM -> names of its parameters, in order, without ``self``.
+CONTRACTS: dict[str, tuple[str, ...]] = {
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.__init__": ("vllm_config", "device"),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner._dummy_sampler_run": ("hidden_states",),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.postprocess_sampled": (
+        "idx_mapping",
+        "sampled_tokens",
+        "num_sampled",
+        "num_rejected",
+        "query_start_loc",
+    ),
+    "vllm.v1.worker.gpu_worker:Worker._make_model_runner": (),
+    "vllm.v1.worker.cpu_worker:CPUWorker.init_device": (),
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn": (
+        "input_batch",
+        "cudagraph_mode",
+        "block_tables",
+        "slot_mappings",
+        "attn_groups",
+        "kv_cache_config",
+        "for_capture",
+        "ubatch_idx",
+        "model_specific_attn_metadata",
+    ),
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_inputs": (
+        "input_batch",
+        "req_states",
+    ),
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState.add_request": (
+        "req_index",
+        "new_req_data",
+    ),
+    "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler": ("sampler",),
+    "vllm.v1.worker.gpu.model_states.interface:ModelState.initialize_kv_cache": (
+        "kv_cache_config",
+        "block_tables",
+    ),
+    "vllm.v1.worker.gpu.model_states.interface:ModelState.postprocess_state": (
+        "idx_mapping",
+        "num_sampled",
+        "num_computed_tokens",
+    ),
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState.prepare_attn": (
+        "input_batch",
+        "cudagraph_mode",
+        "block_tables",
+        "slot_mappings",
+        "attn_groups",
+        "kv_cache_config",
+        "for_capture",
+        "ubatch_idx",
+        "model_specific_attn_metadata",
+    ),
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState.postprocess_state": (
+        "idx_mapping",
+        "num_sampled",
+        "num_computed_tokens",
+    ),
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState._get_mamba_group_info": (
+        "kv_cache_config",
+    ),
+    "vllm.v1.worker.gpu.sample.sampler:Sampler.sample": (
+        "logits",
+        "expanded_idx_mapping",
+        "idx_mapping",
+        "idx_mapping_np",
+        "pos",
+        "input_ids",
+        "expanded_local_pos",
+        "seq_lens_upper_bound_np",
+        "return_logprobs",
+    ),
+    "vllm.v1.worker.gpu.sample.output:SamplerOutput.__init__": (
+        "sampled_token_ids",
+        "logprobs_tensors",
+        "num_nans",
+        "num_sampled",
+        "num_rejected",
+        "sampling_mask_tensors",
+    ),
+    "vllm.v1.worker.gpu.sample.logprob:compute_topk_scores": (
+        "logits",
+        "num_logprobs",
+        "sampled_token_ids",
+        "cu_num_logits",
+        "logprob_token_ids_state",
+        "expanded_idx_mapping",
+        "max_per_req_token_ids",
+        "logits_mode",
+    ),
+    "vllm.v1.worker.gpu.input_batch:get_num_sampled_and_rejected": (
+        "num_sampled",
+        "seq_lens",
+        "cu_num_logits",
+        "idx_mapping",
+        "prefill_len",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:get_max_chunk_logits": ("vocab_size",),
+    "vllm.v1.worker.gpu.spec_decode.rejection_sampler:_iter_request_chunks": (
+        "cu_num_logits",
+        "max_chunk_logits",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.__init__": (
+        "vllm_config",
+        "device",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator._generate_draft": (
+        "num_reqs",
+        "num_tokens_padded",
+        "attn_metadata",
+        "slot_mappings",
+        "num_tokens_across_dp",
+        "cudagraph_runtime_mode",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator._run_model": (
+        "num_tokens",
+        "attn_metadata",
+        "slot_mappings",
+        "num_tokens_across_dp",
+        "cudagraph_runtime_mode",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.propose": (
+        "input_batch",
+        "attn_metadata",
+        "slot_mappings",
+        "last_hidden_states",
+        "aux_hidden_states",
+        "num_sampled",
+        "num_rejected",
+        "last_sampled",
+        "next_prefill_tokens",
+        "temperature",
+        "seeds",
+        "dp_sync_state",
+        "dummy_run",
+        "skip_attn_for_dummy_run",
+        "mm_inputs",
+        "is_profile",
+        "num_speculative_tokens",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model": ("target_model",),
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.compute_draft_logits": (
+        "hidden_states",
+        "spec_step_idx",
+    ),
+    "vllm.v1.attention.backends.gdn_attn:GDNAttentionMetadataBuilder.build": (
+        "common_prefix_len",
+        "common_attn_metadata",
+        "num_accepted_tokens",
+        "num_decode_draft_tokens_cpu",
+        "fast_build",
+    ),
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionMetadataBuilder.build": (
+        "common_prefix_len",
+        "common_attn_metadata",
+        "fast_build",
+    ),
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.forward": (
+        "layer",
+        "query",
+        "key",
+        "value",
+        "kv_cache",
+        "attn_metadata",
+        "output",
+        "output_scale",
+        "output_block_scale",
+    ),
+    "vllm.v1.attention.backends.cpu_attn:CPUAttentionBackendImpl.do_kv_cache_update": (
+        "layer",
+        "key",
+        "value",
+        "kv_cache",
+        "slot_mapping",
+    ),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionMetadataBuilder.build": (
+        "common_prefix_len",
+        "common_attn_metadata",
+        "fast_build",
+    ),
+    "vllm.v1.attention.backends.flash_attn:FlashAttentionImpl.forward": (
+        "layer",
+        "query",
+        "key",
+        "value",
+        "kv_cache",
+        "attn_metadata",
+        "output",
+        "output_scale",
+        "output_block_scale",
+    ),
+    "vllm.v1.attention.backends.utils:mamba_get_block_table_tensor": (
+        "block_table",
+        "seq_lens",
+        "kv_cache_spec",
+        "mamba_cache_mode",
+    ),
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
+    ".__init__": (
+        "config",
+        "vllm_config",
+        "prefix",
+        "gqa_interleaved_layout",
+        "reduce_results",
+    ),
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
+    "._forward_core": ("mixed_qkv", "b", "a", "core_attn_out"),
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
+    ".forward_cpu": ("hidden_states",),
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
+    "._output_projection": ("core_attn_out", "z"),
+    "vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec": ("vllm_config",),
+    "vllm.model_executor.layers.mamba.mamba_utils:MambaStateShapeCalculator"
+    ".gated_delta_net_state_shape": (
+        "tp_world_size",
+        "num_k_heads",
+        "num_v_heads",
+        "head_k_dim",
+        "head_v_dim",
+        "conv_kernel_size",
+        "num_spec",
+    ),
+}
+
+#: Attributes and dataclass fields read or written directly.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "vllm.v1.worker.gpu.input_batch:InputBatch": (
+        "num_reqs",
+        "idx_mapping",
+        "idx_mapping_np",
+        "expanded_idx_mapping",
+        "expanded_local_pos",
+        "num_tokens",
+        "num_tokens_after_padding",
+        "num_draft_tokens_per_req",
+        "query_start_loc",
+        "query_start_loc_np",
+        "seq_lens",
+        "seq_lens_cpu_upper_bound",
+        "input_ids",
+        "positions",
+        "logits_indices",
+        "cu_num_logits",
+        "cu_num_logits_np",
+    ),
+    "vllm.v1.attention.backend:CommonAttentionMetadata": (
+        "query_start_loc",
+        "query_start_loc_cpu",
+        "seq_lens",
+        "num_reqs",
+        "num_actual_tokens",
+        "max_query_len",
+        "block_table_tensor",
+        "slot_mapping",
+        "positions",
+        "is_prefilling",
+        "seq_lens_cpu_upper_bound",
+        "req_idx",
+        "_num_computed_tokens_cache",
+        "_token_to_req_indices_cache",
+    ),
+    "vllm.v1.kv_cache_interface:MambaSpec": ("block_size", "num_speculative_blocks"),
+}
+
+
+def _resolve(name: str) -> Any:
+    module, _, path = name.partition(":")
+    target: Any = importlib.import_module(module)
+    for part in path.split("."):
+        target = getattr(target, part)
+    return target
+
+
+def broken_contracts() -> list[str]:
+    """Signatures and fields of the installed vLLM that are not those this release expects.
+
+    Returns:
+        One line each: the name, what was expected and what was found. Empty if all hold.
+    """
+    broken = []
+    for name, expected in CONTRACTS.items():
+        try:
+            parameters = tuple(
+                p for p in inspect.signature(_resolve(name)).parameters if p != "self"
+            )
+        except (ImportError, AttributeError) as error:
+            broken.append(f"{name} is missing ({error})")
+            continue
+        if parameters != expected:
+            broken.append(f"{name} takes ({', '.join(parameters)}), not ({', '.join(expected)})")
+    for name, expected in FIELDS.items():
+        try:
+            found = getattr(_resolve(name), "__dataclass_fields__", {})
+        except (ImportError, AttributeError) as error:
+            broken.append(f"{name} is missing ({error})")
+            continue
+        missing = [field for field in expected if field not in found]
+        if missing:
+            broken.append(f"{name} has no field {', '.join(missing)}")
+    return broken
+
+
+# --------------------------------------------------------------------------- activation
+
+
+def use_worker(vllm_config: VllmConfig) -> None:
+    """Select our worker class; refuse a foreign one.
+
+    Raises:
+        WeaverConfigError: another ``worker_cls`` is configured.
+    """
+    from vllm_weaver.engine.config import WeaverConfigError
+
+    ours = "vllm_weaver.engine.worker." + (
+        "WeaverCPUWorker" if current_platform.is_cpu() else "WeaverWorker"
+    )
+    parallel = vllm_config.parallel_config
+    if parallel.worker_cls not in ("auto", ours):
+        raise WeaverConfigError(
+            f"weaver: worker_cls is {parallel.worker_cls!r}; trees need their own worker: leave "
+            "worker_cls at its default"
+        )
+    parallel.worker_cls = ours
+
+
+def install_layers(vllm_config: VllmConfig) -> None:
+    """Register our layer and attention backend in this process. Idempotent.
+
+    The registries are process-wide, so each class checks the configuration that it is built
+    for and behaves as vLLM's own where that one does not ask for trees.
+    """
+    from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.attention.selector import _cached_get_attn_backend
+
+    from vllm_weaver.engine.gdn_layer import TreeGatedDeltaNet
+
+    name = "QwenGatedDeltaNetAttention"
+    if name not in op_registry_oot:
+        PluggableLayer.register_oot(TreeGatedDeltaNet, name=name)
+    if current_platform.is_cpu():
+        path = "vllm_weaver.engine.attention_cpu.TreeCPUAttentionBackend"
+        if AttentionBackendEnum.CPU_ATTN.get_path() != path:
+            register_backend(AttentionBackendEnum.CPU_ATTN, path)
+            # An earlier engine of this process has cached vLLM's own choice.
+            _cached_get_attn_backend.cache_clear()
+    else:
+        register_backend(
+            AttentionBackendEnum.CUSTOM,
+            "vllm_weaver.engine.attention_cuda.TreeFlashAttentionBackend",
+        )
+        vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+        spec = vllm_config.speculative_config
+        if spec is not None and spec.attention_backend is None:
+            spec.attention_backend = AttentionBackendEnum.FLASH_ATTN
+
+
+def with_num_speculative_tokens(vllm_config: VllmConfig, depth: int) -> VllmConfig:
+    """A shallow copy for the drafter, whose block holds ``depth`` drafts whatever the budget."""
+    config = copy.copy(vllm_config)
+    config.speculative_config = copy.copy(vllm_config.speculative_config)
+    assert config.speculative_config is not None
+    config.speculative_config.num_speculative_tokens = depth
+    return config
+
+
+# --------------------------------------------------------------------------- layers
+
+
+def is_draft_layer(layer: nn.Module) -> bool:
+    """Whether an attention layer belongs to the drafter."""
+    return bool(getattr(layer, "is_draft_layer", False))
+
+
+def is_target_attention(layer: nn.Module) -> bool:
+    """Whether a layer is an attention layer, with a KV cache, of the target."""
+    from vllm.model_executor.layers.attention import Attention
+
+    return isinstance(layer, Attention) and not is_draft_layer(layer)
+
+
+def forward_metadata() -> dict[str, Any] | None:
+    """Attention metadata by layer name of the running forward pass; None while warming up."""
+    from vllm.forward_context import get_forward_context
+
+    metadata = get_forward_context().attn_metadata
+    return metadata if isinstance(metadata, dict) else None
+
+
+@contextmanager
+def layer_metadata(name: str, metadata: Any) -> Iterator[None]:
+    """Let vLLM's own kernels of layer ``name`` see ``metadata`` for the duration."""
+    table = forward_metadata()
+    assert table is not None
+    outer = table[name]
+    table[name] = metadata
+    try:
+        yield
+    finally:
+        table[name] = outer
+
+
+def conv_weight(layer: nn.Module) -> torch.Tensor:
+    """Depthwise convolution weight [C, W] of a GDN layer, unpacked."""
+    weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", None)
+    if weight is None:
+        weight = layer.conv1d.weight
+    return weight.reshape(weight.shape[0], -1)
+
+
+def conv_state(layer: nn.Module) -> torch.Tensor:
+    """Convolution state [slots, W - 1, C] of a GDN layer, oldest first, as a view."""
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    state = layer.kv_cache[0]
+    return state.transpose(-1, -2) if is_conv_state_dim_first() else state
+
+
+def recurrent_state(layer: nn.Module, native_cpu: bool) -> torch.Tensor:
+    """Recurrent state [slots, HV, V_h, K] of a GDN layer, as a view.
+
+    vLLM's native CPU kernels keep [slots, HV, K, V_h] in the same memory.
+    """
+    state = layer.kv_cache[1]
+    if not native_cpu:
+        return state
+    slots, heads, value_dim, key_dim = state.shape
+    return state.view(slots, heads, key_dim, value_dim).transpose(-1, -2)
+
+
+def native_cpu_gdn(layer: nn.Module, dtype: torch.dtype) -> bool:
+    """Whether vLLM's own CPU kernels can run the linear rows of this GDN layer."""
+    return (
+        current_platform.is_cpu()
+        and dtype == torch.bfloat16
+        and layer.head_k_dim in (64, 128)
+        and layer.head_v_dim in (64, 128)
+    )
+
+
+def native_cpu_gdn_core(
+    layer: nn.Module,
+    mixed_qkv: torch.Tensor,
+    b: torch.Tensor,
+    a: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
+    """vLLM's own CPU kernels for the linear rows of a GDN layer."""
+    from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import _encode_layer_name
+
+    torch.ops.vllm.cpu_gdn_attention_core(
+        mixed_qkv.contiguous(),
+        b.contiguous(),
+        a.contiguous(),
+        out,
+        _encode_layer_name(layer.prefix),
+    )
+
+
+# --------------------------------------------------------------------------- vocabulary shards
+
+
+class Vocabulary:
+    """Input embedding and output head of the target, whole or sharded over ranks.
+
+    Both calls return the same bits on every rank: each row lives on exactly one rank, and the
+    others add zeros.
+    """
+
+    def __init__(self, target_model: nn.Module):
+        language_model = (
+            target_model.get_language_model()
+            if hasattr(target_model, "get_language_model")
+            else target_model
+        )
+        inner = getattr(language_model, "model", language_model)
+        self.embedding = inner.embed_tokens
+        head = getattr(language_model, "lm_head", None)
+        self.head = head if head is not None else self.embedding
+        self.sharded = get_tensor_model_parallel_world_size() > 1
+        if getattr(self.head, "weight", None) is None or self.head.weight.ndim != 2:
+            from vllm_weaver.engine.config import WeaverConfigError
+
+            raise WeaverConfigError(
+                "weaver: the target's lm_head is quantised; the adapter reads its rows: keep "
+                "lm_head unquantised, or choose proposal 'ddtree'"
+            )
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embedding rows [..., d] of token ids."""
+        return self.embedding(ids)
+
+    def logits(self, ids_NP: torch.Tensor, query_Nd: torch.Tensor) -> torch.Tensor:
+        """Dot products [N, P], float32, of head rows ``ids_NP`` with ``query_Nd``."""
+        weight = self.head.weight
+        if not self.sharded:
+            rows = weight[ids_NP.long().clamp(min=0)]
+            return torch.einsum("npd,nd->np", rows, query_Nd.to(weight.dtype)).float()
+        shard = self.head.shard_indices
+        start, end = shard.org_vocab_start_index, shard.org_vocab_end_index
+        mine = (ids_NP >= start) & (ids_NP < end)
+        rows = weight[(ids_NP.long() - start).clamp(min=0, max=max(end - start - 1, 0))]
+        part = torch.einsum("npd,nd->np", rows, query_Nd.to(weight.dtype)).float()
+        return tensor_model_parallel_all_reduce(torch.where(mine, part, torch.zeros_like(part)))
+
+
+def require_same_on_all_ranks(value: torch.Tensor, what: str) -> None:
+    """Stop if ``value`` differs between tensor-parallel ranks.
+
+    Raises:
+        RuntimeError: the ranks disagree.
+    """
+    if get_tensor_model_parallel_world_size() == 1:
+        return
+    flat = value.reshape(1, -1).to(torch.int64)
+    gathered = tensor_model_parallel_all_gather(flat, dim=0)
+    if not bool((gathered == flat).all()):
+        raise RuntimeError(f"weaver: tensor-parallel ranks built different {what}")

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ``weaver`` section of vLLM's ``additional_config``, and what it may be combined with.
+
+Knows the option names and their ranges. Does not know how vLLM is built: it reads public
+configuration fields only, and touches no device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+PROPOSALS = ("weaver", "ddtree", "chain")
+MIN_BUDGET, MAX_BUDGET = 1, 255
+
+#: Target architectures that are tested, and the kind of model state that each needs.
+SUPPORTED_ARCHITECTURES = {
+    "Qwen3ForCausalLM": "dense",
+    "Qwen3NextForCausalLM": "hybrid",
+    "Qwen3_5ForCausalLM": "hybrid",
+    "Qwen3_5ForConditionalGeneration": "hybrid",
+}
+
+
+class WeaverConfigError(ValueError):
+    """A configuration that the plugin refuses: one line with option, value and remedy."""
+
+
+@dataclass(frozen=True)
+class WeaverOptions:
+    """Options of ``additional_config["weaver"]``.
+
+    Attributes:
+        adapter: Weaver adapter: a directory, a ``.safetensors`` or ``.pth`` file, or
+            ``org/repository:file`` on the Hugging Face hub. Needed by ``proposal="weaver"``.
+        proposal: ``weaver`` (adapter-guided tree), ``ddtree`` (tree from the marginals alone) or
+            ``chain`` (the drafter's own chain). Default: ``weaver`` with an adapter, else
+            ``ddtree``.
+        budget: tree nodes without the root, 1 to 255. It is vLLM's ``num_speculative_tokens``;
+            if given here too, the two must agree.
+        children: children that an expanded node offers to the frontier.
+        expansion_width: nodes expanded per round; default ``ceil(budget / 16)``.
+        candidate_pool: candidates per depth; default the adapter's own, or 64 for ``ddtree``.
+        check_ranks: compare the trees of all tensor-parallel ranks after every proposal and stop
+            on a difference (a debugging aid: one small collective per step).
+    """
+
+    adapter: str | None = None
+    proposal: str = ""
+    budget: int | None = None
+    children: int = 8
+    expansion_width: int | None = None
+    candidate_pool: int | None = None
+    check_ranks: bool = False
+
+    @classmethod
+    def parse(cls, section: Any) -> WeaverOptions:
+        """Read and check the section alone.
+
+        Raises:
+            WeaverConfigError: unknown key, wrong type or value out of range.
+        """
+        if not isinstance(section, dict):
+            raise WeaverConfigError(
+                f"additional_config['weaver'] is {section!r}; pass a dictionary, "
+                "for instance {'adapter': 'PATH'}"
+            )
+        known = {field.name for field in dataclasses.fields(cls)}
+        for key in section:
+            if key not in known:
+                raise WeaverConfigError(
+                    f"weaver: unknown option {key!r}; known options are {', '.join(sorted(known))}"
+                )
+        values = dict(section)
+        values["proposal"] = values.get("proposal") or (
+            "weaver" if values.get("adapter") else "ddtree"
+        )
+        options = cls(**values)
+        options._check_values()
+        return options
+
+    def _check_values(self) -> None:
+        if self.proposal not in PROPOSALS:
+            raise WeaverConfigError(
+                f"weaver: proposal is {self.proposal!r}; choose one of {', '.join(PROPOSALS)}"
+            )
+        if self.adapter is not None and not isinstance(self.adapter, str):
+            raise WeaverConfigError(f"weaver: adapter is {self.adapter!r}; pass a path")
+        if self.proposal == "weaver" and not self.adapter:
+            raise WeaverConfigError(
+                "weaver: proposal 'weaver' needs an adapter; set weaver.adapter, "
+                "or choose proposal 'ddtree'"
+            )
+        if not isinstance(self.check_ranks, bool):
+            raise WeaverConfigError(
+                f"weaver: check_ranks is {self.check_ranks!r}; pass true or false"
+            )
+        ranges = {
+            "budget": (MIN_BUDGET, MAX_BUDGET),
+            "children": (1, 512),
+            "expansion_width": (1, MAX_BUDGET),
+            "candidate_pool": (1, 4096),
+        }
+        for name, (low, high) in ranges.items():
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+                raise WeaverConfigError(
+                    f"weaver: {name} is {value!r}; pass a whole number from {low} to {high}"
+                )
+
+
+def requested(vllm_config: Any) -> bool:
+    """Whether this vLLM configuration asks for the plugin."""
+    extra = vllm_config.additional_config
+    return isinstance(extra, dict) and "weaver" in extra
+
+
+def options_of(vllm_config: Any) -> WeaverOptions:
+    """Parsed options of a configuration for which :func:`requested` holds."""
+    return WeaverOptions.parse(vllm_config.additional_config["weaver"])
+
+
+def draft_depth(vllm_config: Any) -> int:
+    """Depth D of the drafter: the block size of its checkpoint less the anchor token.
+
+    It comes from the checkpoint and never from the budget: a deeper block than the drafter was
+    trained for costs quality without an error.
+
+    Raises:
+        WeaverConfigError: the checkpoint names no block size.
+    """
+    hf_config = vllm_config.speculative_config.draft_model_config.hf_config
+    block = getattr(hf_config, "block_size", None)
+    if not isinstance(block, int) or block < 2:
+        raise WeaverConfigError(
+            f"weaver: the drafter's config.json has block_size {block!r}; "
+            "use a DFlash checkpoint whose block_size is at least 2"
+        )
+    return block - 1
+
+
+def check_combination(vllm_config: Any, options: WeaverOptions) -> None:
+    """Refuse whatever the plugin cannot serve exactly.
+
+    Raises:
+        WeaverConfigError: for the first refusal, with option, value and remedy.
+    """
+    for problem in _problems(vllm_config, options):
+        raise WeaverConfigError(f"weaver: {problem}")
+
+
+def _problems(config: Any, options: WeaverOptions) -> Iterator[str]:
+    model = config.model_config
+    if model.architecture not in SUPPORTED_ARCHITECTURES:
+        yield (
+            f"target architecture {model.architecture} is not supported; supported are "
+            f"{', '.join(SUPPORTED_ARCHITECTURES)}. Remove additional_config['weaver'] to run "
+            "without trees"
+        )
+    spec = config.speculative_config
+    method = getattr(spec, "method", None)
+    if method != "dflash":
+        yield (
+            f"speculative_config method is {method!r}; trees grow from a DFlash drafter: "
+            "pass method 'dflash' and its model"
+        )
+        return
+    yield from _drafter_problems(config, options)
+    yield from _parallel_problems(config)
+    yield from _feature_problems(config)
+
+
+def _drafter_problems(config: Any, options: WeaverOptions) -> Iterator[str]:
+    spec = config.speculative_config
+    hf_config = spec.draft_model_config.hf_config
+    architectures = spec.draft_model_config.architectures or []
+    if "DFlashDraftModel" not in architectures:
+        yield (
+            f"drafter architecture is {', '.join(architectures) or 'unknown'}; "
+            "use a DFlashDraftModel checkpoint"
+        )
+    budget = spec.num_speculative_tokens
+    if not isinstance(budget, int) or not MIN_BUDGET <= budget <= MAX_BUDGET:
+        yield (
+            f"num_speculative_tokens is {budget!r}; the tree budget is a whole number from "
+            f"{MIN_BUDGET} to {MAX_BUDGET} (63 is a good choice)"
+        )
+    if options.budget is not None and options.budget != budget:
+        yield (
+            f"budget is {options.budget} but num_speculative_tokens is {budget}; "
+            "set both to the same number, or leave weaver.budget out"
+        )
+    dflash = getattr(hf_config, "dflash_config", None) or {}
+    if (
+        dflash.get("mask_token_id") is None
+        and getattr(hf_config, "mask_token_id", None) is None
+    ):
+        yield (
+            "the drafter's config.json names no dflash_config.mask_token_id; "
+            "use a drafter that was trained with a mask token"
+        )
+    draft_depth(config)
+    target_width = config.model_config.get_hidden_size()
+    draft_width = spec.draft_model_config.get_hidden_size()
+    if draft_width != target_width:
+        yield (
+            f"the drafter's hidden size is {draft_width}, the target's {target_width}; "
+            "use the drafter that was trained for this target"
+        )
+    if getattr(spec, "draft_sample_method", "greedy") != "greedy":
+        yield (
+            f"draft_sample_method is {spec.draft_sample_method!r}; trees need no draft "
+            "probabilities: leave it at 'greedy'"
+        )
+    if getattr(spec, "rejection_sample_method", "standard") != "standard":
+        yield (
+            f"rejection_sample_method is {spec.rejection_sample_method!r}; a tree is accepted "
+            "by sampling the target at every node: leave it at the default"
+        )
+    for flag in ("enable_adaptive_verification", "use_local_argmax_reduction"):
+        if getattr(spec, flag, False):
+            yield f"speculative_config.{flag} is on; it assumes a chain: switch it off"
+    if getattr(spec, "num_speculative_tokens_per_batch_size", None):
+        yield (
+            "num_speculative_tokens_per_batch_size is set; the tree budget is fixed: "
+            "pass num_speculative_tokens alone"
+        )
+
+
+def _parallel_problems(config: Any) -> Iterator[str]:
+    parallel = config.parallel_config
+    sizes = {
+        "pipeline_parallel_size": "tensor_parallel_size",
+        "prefill_context_parallel_size": "tensor_parallel_size",
+        "decode_context_parallel_size": "tensor_parallel_size",
+        "data_parallel_size": "several servers behind a router",
+    }
+    for name, instead in sizes.items():
+        if getattr(parallel, name, 1) > 1:
+            yield f"{name} is {getattr(parallel, name)}; set it to 1 and use {instead}"
+    if getattr(parallel, "enable_dbo", False):
+        yield "enable_dbo is on; a tree is not split into microbatches: switch it off"
+    if getattr(parallel, "enable_batch_sharded_sampling", False):
+        yield (
+            "enable_batch_sharded_sampling is on; every rank walks the whole tree: switch it off"
+        )
+
+
+def _feature_problems(config: Any) -> Iterator[str]:
+    model, cache = config.model_config, config.cache_config
+    if config.lora_config is not None:
+        yield "LoRA is on; it is not tested with trees: merge the adapter into the target"
+    if config.kv_transfer_config is not None:
+        yield (
+            "a KV connector is configured; it could read a state before its commit: remove "
+            "kv_transfer_config"
+        )
+    if getattr(config, "watermark_config", None) is not None:
+        yield "watermarking is on; it assumes a linear prefix: remove watermark_config"
+    if getattr(model, "return_sampling_mask", False):
+        yield "return_sampling_mask is on; it is not tested with trees: switch it off"
+    if getattr(model, "enable_trace_replay", False):
+        yield "enable_trace_replay is on; it overwrites samples: switch it off"
+    if getattr(model, "enable_prompt_embeds", False):
+        yield "enable_prompt_embeds is on; it is not tested with trees: switch it off"
+    if getattr(model.hf_text_config, "sliding_window", None) and getattr(
+        model.hf_text_config, "use_sliding_window", True
+    ):
+        yield (
+            f"the target has sliding_window {model.hf_text_config.sliding_window}; windowed "
+            "layers have no tree mask: use a target without them"
+        )
+    if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        yield (
+            f"kv_cache_dtype is {cache.cache_dtype!r}; it is not tested with trees: use 'auto'"
+        )
+    if getattr(cache, "kv_sharing_fast_prefill", False):
+        yield "kv_sharing_fast_prefill is on; it skips rows of the tree: switch it off"
+    if not config.use_v2_model_runner:
+        yield (
+            "vLLM chose Model Runner V1, which cannot serve trees; unset "
+            "VLLM_USE_V2_MODEL_RUNNER, and on a CPU start with `eval \"$(vllm-weaver cpu-env)\"`"
+        )

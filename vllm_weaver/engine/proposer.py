@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a drafter's marginals to one tree per request.
+
+Knows the adapter and the tree builders; does not know how the marginals were computed, nor which
+requests are in the batch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vllm_weaver.adapter import AdapterError, WeaverAdapter, load
+from vllm_weaver.engine.config import WeaverConfigError, WeaverOptions, draft_depth
+from vllm_weaver.tree import DraftTree, build_ddtree, build_weaver_tree
+
+if TYPE_CHECKING:
+    from vllm_weaver.engine.compat import Vocabulary
+
+DDTREE_POOL = 64
+
+
+def adapter_path(name: str) -> Path:
+    """Local path of an adapter, fetched from the Hugging Face hub if it names one.
+
+    Args:
+        name: a file or directory, or ``org/repository:file`` (``org/repository`` for a directory
+            of ours).
+
+    Raises:
+        WeaverConfigError: neither exists.
+    """
+    if Path(name).exists():
+        return Path(name)
+    repository, _, file = name.partition(":")
+    if repository.count("/") != 1 or repository.startswith((".", "/", "~")):
+        raise WeaverConfigError(
+            f"weaver: adapter {name!r} does not exist; pass a file, a directory, or "
+            "'org/repository:file' on the Hugging Face hub"
+        )
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    try:
+        if file:
+            return Path(hf_hub_download(repository, file))
+        return Path(snapshot_download(repository))
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise WeaverConfigError(
+            f"weaver: adapter {name!r} is no local path and could not be fetched ({reason}); "
+            "download it and pass its path"
+        ) from error
+
+
+def load_adapter(vllm_config: Any, options: WeaverOptions, **kwargs: Any) -> WeaverAdapter:
+    """Load the adapter for this target and drafter.
+
+    Raises:
+        WeaverConfigError: missing, damaged, or made for another target or a deeper drafter.
+    """
+    assert options.adapter is not None
+    try:
+        return load(
+            adapter_path(options.adapter),
+            target_width=vllm_config.model_config.get_hidden_size(),
+            vocab_size=vllm_config.model_config.get_vocab_size(),
+            depth=draft_depth(vllm_config),
+            **kwargs,
+        )
+    except AdapterError as error:
+        raise WeaverConfigError(f"weaver: {error}") from error
+
+
+def check_adapter(vllm_config: Any, options: WeaverOptions) -> None:
+    """Refuse an adapter that does not fit, before any process is started.
+
+    Raises:
+        WeaverConfigError: see :func:`load_adapter`.
+    """
+    load_adapter(vllm_config, options)
+
+
+@dataclass
+class Marginals:
+    """What the drafter says of the next D tokens of R requests.
+
+    Attributes:
+        hidden: drafter states after its final norm, [R, D, d].
+        ids: the P best tokens of each depth, falling, int64 [R, D, P].
+        logits: their raw logits, [R, D, P].
+        log_probs: their log-probabilities over the whole vocabulary, float32 [R, D, P].
+    """
+
+    hidden: torch.Tensor
+    ids: torch.Tensor
+    logits: torch.Tensor
+    log_probs: torch.Tensor
+
+
+class Proposer:
+    """Builds trees of a fixed number of rows."""
+
+    def __init__(
+        self,
+        options: WeaverOptions,
+        budget: int,
+        depth: int,
+        vocab_size: int,
+        adapter: WeaverAdapter | None,
+        vocabulary: Vocabulary | None,
+    ):
+        self.options = options
+        self.budget = budget
+        self.depth = depth
+        self.adapter = adapter
+        self.vocabulary = vocabulary
+        default = DDTREE_POOL if adapter is None else adapter.config.candidate_pool_size
+        self.pool_size = min(options.candidate_pool or default, vocab_size)
+
+    def propose(
+        self,
+        h_ver_Rd: torch.Tensor,
+        marginals: Marginals,
+        root_tokens_R: torch.Tensor,
+        chain_only_R: torch.Tensor,
+    ) -> DraftTree:
+        """Trees of R requests, T = budget + 1 rows.
+
+        Args:
+            h_ver_Rd: target states, after the final norm, at the positions whose logits gave the
+                roots.
+            marginals: of the depths below the roots.
+            root_tokens_R: last sampled tokens.
+            chain_only_R: requests that get the drafter's chain, bool.
+        """
+        chain = self._chain(marginals, root_tokens_R)
+        if self.options.proposal == "chain":
+            return chain
+        if self.options.proposal == "ddtree":
+            tree = build_ddtree(marginals.log_probs, marginals.ids, root_tokens_R, self.budget)
+        else:
+            tree = self._weave(h_ver_Rd, marginals, root_tokens_R)
+        return _choose(chain_only_R, chain, tree)
+
+    def _chain(self, marginals: Marginals, root_tokens_R: torch.Tensor) -> DraftTree:
+        best = marginals.ids[:, : min(self.depth, self.budget), 0]
+        return DraftTree.chain(root_tokens_R, best, num_rows=self.budget + 1)
+
+    def _weave(
+        self, h_ver_Rd: torch.Tensor, marginals: Marginals, root_tokens_R: torch.Tensor
+    ) -> DraftTree:
+        assert self.adapter is not None and self.vocabulary is not None
+        depth = self.adapter.config.depth
+        scorer = self.adapter.begin(
+            h_ver_Rd,
+            marginals.hidden[:, :depth],
+            marginals.ids[:, :depth],
+            marginals.logits[:, :depth],
+            self.vocabulary.embed,
+            self.vocabulary.logits,
+            self.budget + 1,
+        )
+        return build_weaver_tree(
+            scorer,
+            root_tokens_R,
+            self.budget,
+            depth,
+            expansion_width=self.options.expansion_width,
+            children=self.options.children,
+        )
+
+
+def _choose(first_R: torch.Tensor, a: DraftTree, b: DraftTree) -> DraftTree:
+    """Trees of ``a`` where ``first_R`` holds, else of ``b``."""
+    chosen = {}
+    for field in fields(DraftTree):
+        x, y = getattr(a, field.name), getattr(b, field.name)
+        chosen[field.name] = torch.where(first_R.view(-1, *[1] * (x.ndim - 1)), x, y)
+    return DraftTree(**chosen)

@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model states: where a step's tree reaches the model, and where its path is committed.
+
+vLLM's Model Runner V2 calls one ``ModelState`` around every forward pass. Ours adds, for the
+requests that verify a tree: positions by depth, the tree beside the attention metadata, a sampler
+that samples at every node, and after acceptance the compaction of the KV cache and the commit of
+the recurrent states. They do not know how trees are proposed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from vllm.v1.worker.gpu.model_states.default import DefaultModelState
+from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+from vllm_weaver.engine.attention import CacheLayer, TreeBuilderMixin
+from vllm_weaver.engine.compat import is_target_attention
+from vllm_weaver.engine.config import WeaverConfigError, draft_depth, options_of
+from vllm_weaver.engine.gdn_layer import TreeGatedDeltaNet
+from vllm_weaver.engine.sampler import TreeSampler
+from vllm_weaver.engine.stats import StepStats
+from vllm_weaver.engine.step import RequestTrees, TreeStep, depth_offset
+from vllm_weaver.ops import compact_kv
+
+if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import NewRequestData
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.input_batch import InputBatch
+    from vllm.v1.worker.gpu.states import RequestState
+
+_State = DefaultModelState if TYPE_CHECKING else object
+
+
+def needs_chain(sampling_params: Any) -> bool:
+    """Whether a request's sampling reads the whole linear prefix, so that it gets a chain.
+
+    Penalties, bad words, a thinking budget and structured output depend on the tokens before a
+    row, which vLLM reads from the row's neighbours: right for a chain, wrong for a branch.
+    """
+    if sampling_params is None:
+        return False
+    return bool(
+        sampling_params.repetition_penalty != 1.0
+        or sampling_params.presence_penalty != 0.0
+        or sampling_params.frequency_penalty != 0.0
+        or sampling_params.bad_words
+        or getattr(sampling_params, "thinking_token_budget", None) is not None
+        or sampling_params.structured_outputs is not None
+    )
+
+
+@dataclass
+class _KVGroup:
+    """Target attention layers that share one block table."""
+
+    index: int
+    layers: list[CacheLayer]
+
+
+class TreeStateMixin(_State):
+    """What the dense and the hybrid state add to vLLM's own."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.options = options_of(self.vllm_config)
+        spec = self.vllm_config.speculative_config
+        assert spec is not None
+        self.budget: int = spec.num_speculative_tokens
+        self.depth = draft_depth(self.vllm_config)
+        self.trees = RequestTrees(self.max_num_reqs, self.budget, self.device)
+        self.chain_only = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=self.device)
+        self.stats = StepStats(self.budget, self.depth, self.device)
+        self.step: TreeStep | None = None
+        self.slot_mappings: torch.Tensor | None = None
+        self._all_chains = bool(self.model_config.logits_processors)
+        self._positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=self.device)
+        self._kv_groups: list[_KVGroup] = []
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
+        """Give the slot a rootless-free start: no tree, and a chain where sampling needs one."""
+        super().add_request(req_index, new_req_data)
+        self.trees.reset(req_index)
+        chain = self._all_chains or needs_chain(new_req_data.sampling_params)
+        self.chain_only[req_index].fill_(chain)
+        if chain:
+            self.stats.chain_fallbacks += 1
+
+    # ------------------------------------------------------------------ before the forward pass
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> None:
+        """Find the target's attention caches once they are bound."""
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self._kv_groups = []
+        for index, group in enumerate(kv_cache_config.kv_cache_groups):
+            target = [layers[name] for name in group.layer_names if is_target_attention(layers[name])]
+            for layer in target:
+                if not CacheLayer.applies(layer):
+                    raise WeaverConfigError(
+                        f"weaver: attention layer {layer.layer_name} runs "
+                        f"{type(layer.impl).__name__}, which cannot verify trees; leave the "
+                        "attention backend at its default"
+                    )
+            if target:
+                self._kv_groups.append(_KVGroup(index, [CacheLayer(layer) for layer in target]))
+
+    def prepare_attn(
+        self,
+        input_batch: InputBatch,
+        cudagraph_mode: Any,
+        block_tables: tuple[torch.Tensor, ...],
+        slot_mappings: torch.Tensor,
+        attn_groups: list[list[Any]],
+        kv_cache_config: KVCacheConfig,
+        for_capture: bool = False,
+        ubatch_idx: int = 0,
+        model_specific_attn_metadata: Any = None,
+    ) -> dict[str, Any]:
+        """Lay out this batch's trees and hand them to the metadata builders."""
+        self.step = None if for_capture else self._tree_step(input_batch)
+        self.slot_mappings = slot_mappings
+        for groups in attn_groups:
+            for group in groups:
+                builder = group.get_metadata_builder(ubatch_idx)
+                if isinstance(builder, TreeBuilderMixin):
+                    builder.tree_step = self.step
+        return super().prepare_attn(
+            input_batch,
+            cudagraph_mode,
+            block_tables,
+            slot_mappings,
+            attn_groups,
+            kv_cache_config,
+            for_capture,
+            ubatch_idx,
+            model_specific_attn_metadata,
+        )
+
+    def _tree_step(self, batch: InputBatch) -> TreeStep | None:
+        drafts = batch.num_draft_tokens_per_req
+        if drafts is None or not drafts.any():
+            return None
+        n = int((drafts > 0).sum())
+        row_counts = drafts[:n] + 1
+        scheduled = np.diff(batch.query_start_loc_np[: n + 1])
+        if not (drafts[:n] > 0).all() or not (scheduled == row_counts).all():
+            raise RuntimeError(
+                "weaver: a batch mixes prompt tokens and drafts in one request "
+                f"(scheduled {scheduled.tolist()}, drafts {drafts.tolist()}); this is a bug"
+            )
+        return TreeStep.create(
+            self.trees, batch.idx_mapping, row_counts, batch.input_ids, batch.seq_lens
+        )
+
+    def prepare_inputs(
+        self, input_batch: InputBatch, req_states: RequestState
+    ) -> dict[str, torch.Tensor | None]:
+        """Positions by depth for the rows of trees; slots in the KV cache stay linear."""
+        inputs = super().prepare_inputs(input_batch, req_states)
+        positions = inputs.get("positions")
+        if positions is None:
+            positions = self._positions[: input_batch.num_tokens_after_padding]
+            positions.copy_(input_batch.positions)
+        if self.step is not None:
+            # Multi-axis (M-RoPE) positions advance alike on every axis after the prompt.
+            positions[..., : self.step.num_tokens] += depth_offset(self.step.tree, self.step.layout)
+        return {**inputs, "positions": positions}
+
+    def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
+        """The buffers that :meth:`prepare_inputs` fills, for graph capture."""
+        inputs = super().prepare_dummy_inputs(num_reqs, num_tokens)
+        inputs.setdefault("positions", self._positions[:num_tokens])
+        return inputs
+
+    def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
+        """vLLM's sampler, and ours in place of its rejection sampler."""
+        return sampler, TreeSampler(sampler, self)
+
+    # ------------------------------------------------------------------ after sampling
+
+    def postprocess_state(
+        self,
+        idx_mapping: torch.Tensor,
+        num_sampled: torch.Tensor | int,
+        num_computed_tokens: torch.Tensor | None = None,
+    ) -> None:
+        """Commit the accepted paths, then let vLLM see a step that accepted one token."""
+        step = self.step
+        if step is not None and step.path is not None:
+            self._compact(step)
+            self.commit_recurrent(step, idx_mapping)
+        super().postprocess_state(idx_mapping, 1, num_computed_tokens)  # type: ignore[arg-type]
+
+    def commit_recurrent(self, step: TreeStep, idx_mapping: torch.Tensor) -> None:
+        """Advance recurrent states along the accepted paths. A dense model has none."""
+
+    def _compact(self, step: TreeStep) -> None:
+        assert self.slot_mappings is not None
+        assert step.path is not None and step.length is not None
+        for group in self._kv_groups:
+            slots = step.layout.pack(self.slot_mappings[group.index])
+            slots = torch.where(step.layout.exists, slots, torch.full_like(slots, -1))
+            caches = [cache for layer in group.layers for cache in layer.caches()]
+            compact_kv(caches, slots, step.path, step.length)
+
+
+class DenseTreeState(TreeStateMixin, DefaultModelState):
+    """State of a target with attention layers only."""
+
+
+class HybridTreeState(TreeStateMixin, MambaHybridModelState):
+    """State of a target with attention and Gated DeltaNet layers."""
+
+    def initialize_kv_cache(
+        self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
+    ) -> None:
+        """Find the GDN layers; check what committing across cache blocks relies on."""
+        super().initialize_kv_cache(kv_cache_config, block_tables)
+        layers = self.vllm_config.compilation_config.static_forward_context
+        self._gdn_layers = [x for x in layers.values() if isinstance(x, TreeGatedDeltaNet)]
+        if not self._align_mode:
+            return
+        _, spec = self._get_mamba_group_info(kv_cache_config)
+        self._mamba_block = spec.block_size
+        if self._mamba_block < self.budget + 1:
+            raise WeaverConfigError(
+                f"weaver: the recurrent state's cache block holds {self._mamba_block} tokens, "
+                f"fewer than the tree's {self.budget + 1} rows; lower num_speculative_tokens, "
+                "raise block_size, or switch prefix caching off"
+            )
+
+    def commit_recurrent(self, step: TreeStep, idx_mapping: torch.Tensor) -> None:
+        """Advance conv and recurrent states of all GDN layers along the accepted paths.
+
+        Without prefix caching the state has one slot. With it (``align``), the running state of a
+        sequence lies in the block of its last token, and a path that reaches a block boundary
+        also leaves the state at that boundary in the block that ends there.
+        """
+        assert step.path is not None and step.length is not None
+        for layer in self._gdn_layers:
+            layer.commit(step.path, step.length, self._boundary(step, layer))
+        if self._align_mode:
+            columns = self._final_column(step)
+            self._mamba_state_idx_gpu[step.slots] = columns.to(torch.int32)
+
+    def _final_column(self, step: TreeStep) -> torch.Tensor:
+        assert step.length is not None
+        last = (step.context_lens + step.length - 1).clamp(min=0)
+        return (last // self._mamba_block).long()
+
+    def _boundary(
+        self, step: TreeStep, layer: TreeGatedDeltaNet
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Slots of the final state and of the state at a crossed block boundary.
+
+        Returns:
+            None without prefix caching; else (final slot, boundary slot or -1, number of path
+            nodes up to the boundary), each [n].
+        """
+        if not self._align_mode:
+            return None
+        assert step.length is not None
+        block = self._mamba_block
+        table = layer.block_table()
+        final = table.gather(1, self._final_column(step)[:, None])[:, 0]
+        boundary = (step.context_lens // block + 1) * block
+        crossed = step.context_lens + step.length > boundary
+        column = (boundary // block - 1).long().clamp(max=table.shape[1] - 1)
+        slot = table.gather(1, column[:, None])[:, 0]
+        slot = torch.where(crossed, slot, torch.full_like(slot, -1))
+        count = torch.where(crossed, boundary - step.context_lens, torch.zeros_like(boundary))
+        return final, slot, count.to(torch.int32)

@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees of the running requests, and the part of one batch that verifies them.
+
+:class:`RequestTrees` keeps one tree per request slot between proposal and verification.
+:class:`RowLayout` maps between a batch's flat entries and rows [requests, T].
+:class:`TreeStep` is one step's view: which leading requests of the batch carry a tree, and, after
+sampling, which path was accepted. None knows of layers, caches or sampling parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from vllm_weaver.ops import conv_table
+from vllm_weaver.tree import DraftTree
+
+
+class RequestTrees:
+    """One tree of up to ``budget`` nodes for each request slot, in address-stable buffers.
+
+    A slot without a proposal holds the root alone, so a stale or placeholder draft is never
+    accepted.
+    """
+
+    def __init__(self, max_requests: int, budget: int, device: torch.device):
+        rows, words = budget + 1, (budget + 1 + 63) // 64
+        self.budget = budget
+        self.parents = torch.full((max_requests, rows), -1, dtype=torch.int32, device=device)
+        self.depths = torch.zeros((max_requests, rows), dtype=torch.int32, device=device)
+        self.ancestors = torch.zeros((max_requests, rows, words), dtype=torch.int64, device=device)
+        self.num_nodes = torch.ones(max_requests, dtype=torch.int32, device=device)
+        self.ancestors[:, 0, 0] = 1
+
+    def reset(self, slot: int) -> None:
+        """Forget the tree of a slot that a request has just entered."""
+        self.num_nodes[slot].fill_(1)
+
+    def store(self, slots_R: torch.Tensor, tree: DraftTree) -> None:
+        """Keep the proposed trees of the requests in ``slots_R`` (int64)."""
+        self.parents[slots_R] = tree.parents
+        self.depths[slots_R] = tree.depths
+        self.ancestors[slots_R] = tree.ancestors
+        self.num_nodes[slots_R] = tree.num_nodes
+
+    def load(
+        self, slots_R: torch.Tensor, tokens_RT: torch.Tensor, limits_R: torch.Tensor
+    ) -> DraftTree:
+        """Trees as they were scheduled: the first ``limits_R`` nodes, with the verified tokens.
+
+        Args:
+            slots_R: request slots, int64 [R].
+            tokens_RT: tokens of the rows, [R, T] with T at most ``budget + 1``.
+            limits_R: rows that the scheduler kept, root included, int32 [R].
+        """
+        rows = tokens_RT.shape[1]
+        words = (rows + 63) // 64
+        return DraftTree(
+            tokens=tokens_RT.to(torch.int32),
+            parents=self.parents[slots_R, :rows],
+            depths=self.depths[slots_R, :rows],
+            num_nodes=torch.minimum(self.num_nodes[slots_R], limits_R),
+            ancestors=self.ancestors[slots_R, :rows, :words],
+        )
+
+
+class RowLayout:
+    """Where the rows of the leading requests of a batch lie among its flat entries.
+
+    Attributes:
+        num_requests: n.
+        num_entries: flat entries that belong to them; they come first in the batch.
+        num_rows: T, rows of the request that has most.
+        counts: rows of each request, int32 [n].
+        index: flat entry of each row, int64 [n, T]; rows that do not exist repeat row 0.
+        row_of_entry: flat row (request * T + row) of each entry, int64 [num_entries].
+        exists: whether a row exists, bool [n, T].
+        uniform: all requests have T rows, so that rows and entries coincide.
+    """
+
+    def __init__(self, counts: np.ndarray, device: torch.device):
+        counts = counts.astype(np.int32)
+        rows = int(counts.max())
+        starts = np.concatenate(([0], np.cumsum(counts)))
+        row = np.arange(rows)
+        exists = row[None, :] < counts[:, None]
+        index = np.where(exists, starts[:-1, None] + row[None, :], starts[:-1, None])
+        self.num_requests = len(counts)
+        self.num_entries = int(starts[-1])
+        self.num_rows = rows
+        self.uniform = bool((counts == rows).all())
+        self.counts = torch.from_numpy(counts).to(device)
+        self.index = torch.from_numpy(index.astype(np.int64)).to(device)
+        self.row_of_entry = torch.from_numpy(np.flatnonzero(exists)).to(device)
+        self.exists = torch.from_numpy(exists).to(device)
+
+    def pack(self, entries: torch.Tensor) -> torch.Tensor:
+        """Rows [n, T, ...] of a flat tensor; rows that do not exist hold anything."""
+        if self.uniform:
+            return entries[: self.num_entries].unflatten(0, (self.num_requests, self.num_rows))
+        return entries[self.index]
+
+    def flatten(self, rows: torch.Tensor) -> torch.Tensor:
+        """Flat entries [num_entries, ...] of rows [n, T, ...]."""
+        flat = rows.flatten(0, 1)
+        return flat if self.uniform else flat[self.row_of_entry]
+
+    def path_first(self, path: torch.Tensor, length: torch.Tensor, total: int) -> torch.Tensor:
+        """Order of ``total`` flat entries in which each path leads its request's rows.
+
+        Args:
+            path: accepted rows [n, D + 1], root first, padded with -1; row ids ascend.
+            length: rows on each path [n], at least 1.
+            total: entries of the batch, at least ``num_entries``.
+
+        Returns:
+            int64 [total]: entry i is the one to put at place i. Places past a path keep their
+            own entry and are not meaningful.
+        """
+        order = torch.arange(total, device=self.index.device)
+        width = min(path.shape[1], self.num_rows)
+        on_path = torch.arange(width, device=path.device) < length[:, None]
+        source = self.index.gather(1, path[:, :width].long().clamp(min=0))
+        # Where the path has ended, write the root to the root's place once more.
+        root = self.index[:, :1]
+        place = torch.where(on_path, self.index[:, :width], root)
+        order[place.flatten()] = torch.where(on_path, source, root).flatten()
+        return order
+
+
+def depth_offset(tree: DraftTree, layout: RowLayout) -> torch.Tensor:
+    """Depth less row number of each flat entry, int64 [num_entries].
+
+    Added to an entry's linear position it gives the position of its node; 0 past ``num_nodes``.
+    """
+    row = torch.arange(layout.num_rows, device=tree.depths.device)
+    offset = tree.depths.long() - row
+    live = row < tree.num_nodes[:, None]
+    return layout.flatten(torch.where(live, offset, torch.zeros_like(offset)))
+
+
+@dataclass
+class TreeStep:
+    """The leading requests of a batch, each with one tree to verify.
+
+    Attributes:
+        layout: their rows among the batch's tokens.
+        slots: request slots, int64 [n].
+        tree: their trees, [n, T].
+        context_lens: tokens of each request before its tree, int32 [n].
+        path, length: accepted nodes [n, D + 1] and their number [n]; set after sampling.
+    """
+
+    layout: RowLayout
+    slots: torch.Tensor
+    tree: DraftTree
+    context_lens: torch.Tensor
+    path: torch.Tensor | None = None
+    length: torch.Tensor | None = None
+
+    @classmethod
+    def create(
+        cls,
+        trees: RequestTrees,
+        slots: torch.Tensor,
+        row_counts: np.ndarray,
+        input_ids: torch.Tensor,
+        seq_lens: torch.Tensor,
+    ) -> TreeStep:
+        """Lay out the trees of the first ``len(row_counts)`` requests of a batch.
+
+        Args:
+            trees: the stored trees.
+            slots: request slots, int64 [>= n].
+            row_counts: scheduled rows of each tree, root included, host array [n].
+            input_ids: tokens of the batch.
+            seq_lens: tokens of each request with its rows, int32 [>= n].
+        """
+        layout = RowLayout(row_counts, input_ids.device)
+        slots = slots[: layout.num_requests]
+        return cls(
+            layout=layout,
+            slots=slots,
+            tree=trees.load(slots, layout.pack(input_ids), layout.counts),
+            context_lens=seq_lens[: layout.num_requests].to(torch.int32) - layout.counts,
+        )
+
+    @property
+    def num_requests(self) -> int:
+        """Requests of the batch that carry a tree."""
+        return self.layout.num_requests
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the batch that are rows of trees."""
+        return self.layout.num_entries
+
+    @cached_property
+    def conv_table(self) -> torch.Tensor:
+        """Window table [n, T, 3] of a width-4 causal convolution, shared by all layers."""
+        return conv_table(self.tree.parents, self.tree.num_nodes, 4)
+
+    def with_path(self, path: torch.Tensor, length: torch.Tensor) -> TreeStep:
+        """This step with its accepted path; ``path`` [>= n, D + 1], ``length`` [>= n]."""
+        n = self.num_requests
+        return dataclasses.replace(self, path=path[:n], length=length[:n])

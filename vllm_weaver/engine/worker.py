@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Worker and model runner: vLLM's own, with our speculator and our memory profile."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+from vllm_weaver.engine import compat
+from vllm_weaver.engine.speculator import WeaverSpeculator
+
+logger = compat.init_logger(__name__)
+
+_Runner = GPUModelRunner if TYPE_CHECKING else object
+_Worker = Worker if TYPE_CHECKING else object
+
+
+class TreeRunnerMixin(_Runner):
+    """What the GPU and the CPU runner share."""
+
+    def __init__(self, vllm_config: Any, device: torch.device):
+        super().__init__(vllm_config, device)
+        self.speculator = WeaverSpeculator(vllm_config, device)
+        options = self.speculator.options
+        logger.info(
+            "vllm-weaver: proposal %s, %d nodes, draft depth %d, adapter %s",
+            options.proposal,
+            self.speculator.budget,
+            self.speculator.depth,
+            options.adapter or "none",
+        )
+
+    @torch.inference_mode()
+    def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
+        """Profile with the logits of whole trees, not of one row per request."""
+        rows = min(len(hidden_states) * (self.num_speculative_steps + 1), self.max_num_tokens)
+        logits = self.model.compute_logits(hidden_states[:1].expand(rows, -1).contiguous())
+        super()._dummy_sampler_run(hidden_states)
+        del logits
+
+
+class WeaverModelRunner(TreeRunnerMixin, GPUModelRunner):
+    """Model runner on a GPU."""
+
+
+class WeaverCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
+    """Model runner on a CPU."""
+
+
+class TreeWorkerMixin(_Worker):
+    """What the GPU and the CPU worker share."""
+
+    def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any):
+        compat.install_layers(vllm_config)
+        super().__init__(vllm_config, *args, **kwargs)
+
+    def weaver_stats(self, reset: bool = False) -> dict[str, Any]:
+        """Counters of tree decoding; call with ``LLM.collective_rpc("weaver_stats")``.
+
+        Args:
+            reset: start counting anew after reading.
+
+        Returns:
+            See :meth:`vllm_weaver.engine.stats.StepStats.snapshot`.
+        """
+        stats = self.model_runner.model_state.stats
+        snapshot = stats.snapshot()
+        if reset:
+            stats.reset()
+        return snapshot
+
+
+class WeaverWorker(TreeWorkerMixin, Worker):
+    """Worker on a GPU."""
+
+    def _make_model_runner(self) -> WeaverModelRunner:
+        return WeaverModelRunner(self.vllm_config, self.device)
+
+
+class WeaverCPUWorker(TreeWorkerMixin, CPUWorker):
+    """Worker on a CPU."""
+
+    def init_device(self) -> None:
+        """Set the device up as vLLM does, then build our runner in place of its own."""
+        super().init_device()
+        self.model_runner = WeaverCPUModelRunner(self.vllm_config, self.device)
