@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The attention and compaction kernels compile for three GPU generations and do not spill.
+
+No GPU is needed. Run as a script for the figures: `python tests/ops/test_attention_compile.py 90`.
+A process of its own compiles, since one that interprets Triton cannot.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that one block may have."""
+
+POINTER_TYPES = {
+    "block_table_ptr": "*i32",
+    "context_lens_ptr": "*i32",
+    "num_nodes_ptr": "*i32",
+    "ancestors_ptr": "*i64",
+    "part_ptr": "*fp32",
+    "part_lse_ptr": "*fp32",
+    "address_ptr": "*i64",
+    "slots_ptr": "*i64",
+    "path_ptr": "*i32",
+    "length_ptr": "*i32",
+}
+
+
+def compile_kernel(
+    kernel: Any, arch: int, element: str, constants: dict[str, Any], **options: int
+) -> dict:
+    """Compile as a launch with aligned pointers and strides would; read registers and memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, aligned = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        if name.endswith("_ptr"):
+            signature[name] = POINTER_TYPES.get(name, f"*{element}")
+        else:
+            signature[name] = "fp32" if name == "scale_log2" else "i32"
+        if name.endswith("_ptr") or (
+            "stride" in name and name not in ("ancestors_stride_t", "table_stride_r")
+        ):
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    return {
+        "registers": int(found["REG"]),
+        "spilled_bytes": int(found["STACK"]) + int(found["LOCAL"]),
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": "wgmma" in compiled.asm["ptx"],
+    }
+
+
+def compile_all(arch: int) -> dict[str, dict]:
+    import torch
+
+    from vllm_weaver.ops.attention import triton as attention
+    from vllm_weaver.ops.compact import triton as compact
+
+    types = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+    figures = {}
+    for dtype, head_dim, page in (
+        (torch.bfloat16, 128, 16),
+        (torch.bfloat16, 256, 784),
+        (torch.float32, 64, 16),
+    ):
+        # 64 rows with 6 query heads to a key/value head, as in Qwen3.6-27B.
+        tiling = attention.choose_tiling(64 * 6, head_dim, dtype)
+        constants = {"G": 6, "K": head_dim, "BLOCK_N": tiling.block_n, "SPLITS": 8, "MIN_TILES": 4}
+        figures[f"attention {types[dtype]} D={head_dim} page={page} {tuple(tiling)}"] = (
+            compile_kernel(
+                attention.tree_attention_kernel,
+                arch,
+                types[dtype],
+                {**constants, "PAGE": page, "BLOCK_M": tiling.block_m, "DOT_FLOAT32": False},
+                num_warps=tiling.num_warps,
+                num_stages=tiling.num_stages,
+            )
+        )
+    figures["merge D=256"] = compile_kernel(
+        attention.merge_splits_kernel, arch, "bf16", {**constants, "BLOCK_M": attention.MERGE_ROWS}
+    )
+    figures["compact"] = compile_kernel(
+        compact.compact_kernel,
+        arch,
+        "bf16",
+        {
+            "BLOCK_SIZE": 16,
+            "K": 256,
+            "ROW": 1024,
+            "L": 16,
+            "STEP": compact.STEP,
+            "CHUNK": compact.CHUNK,
+            "ELEMENT": compact._ELEMENTS[2],
+            "ALIGN": 16,
+            "stride_k": 1,
+            "path_stride_l": 1,
+            "slots_stride_t": 1,
+        },
+    )
+    return figures
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_kernels_compile_without_spills(arch: int) -> None:
+    pytest.importorskip("triton.backends.nvidia", reason="needs Triton with its NVIDIA backend")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, str(arch)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    figures = json.loads(done.stdout)
+    for name, figure in figures.items():
+        assert figure["spilled_bytes"] == 0, (name, figure)
+        assert figure["shared_bytes"] <= SHARED_LIMIT[arch], (name, figure)
+        if arch == 90 and name.startswith("attention bf16"):
+            assert figure["wgmma"], (name, figure)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    print(json.dumps(compile_all(int(sys.argv[1])), indent=1))

@@ -1,0 +1,39 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tensor ops of tree decoding, each a PyTorch reference and one dispatcher; nothing of vLLM."""
+
+from vllm_weaver.ops.attention import merge_attention, tree_attention
+from vllm_weaver.ops.compact import compact_kv
+from vllm_weaver.ops.conv import (
+    ConvStash,
+    causal_conv1d_prefill,
+    causal_conv1d_tree,
+    conv_commit,
+    conv_table,
+)
+from vllm_weaver.ops.gdn import (
+    GdnStash,
+    ancestor_words,
+    gdn_commit,
+    gdn_decode,
+    gdn_gate,
+    gdn_prefill,
+    gdn_tree_verify,
+)
+
+__all__ = [
+    "ConvStash",
+    "GdnStash",
+    "ancestor_words",
+    "causal_conv1d_prefill",
+    "causal_conv1d_tree",
+    "compact_kv",
+    "conv_commit",
+    "conv_table",
+    "gdn_commit",
+    "gdn_decode",
+    "gdn_gate",
+    "gdn_prefill",
+    "gdn_tree_verify",
+    "merge_attention",
+    "tree_attention",
+]
