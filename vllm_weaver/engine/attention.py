@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from vllm_weaver.engine.step import TreeStep
@@ -49,7 +48,9 @@ class TreeBuilderMixin:
         return step
 
 
-def rest_of_batch(common: CommonAttentionMetadata, step: TreeStep) -> CommonAttentionMetadata | None:
+def rest_of_batch(
+    common: CommonAttentionMetadata, step: TreeStep
+) -> CommonAttentionMetadata | None:
     """The requests after those that carry a tree, as a batch of their own; None if none."""
     n, tokens = step.num_requests, step.num_tokens
     if common.num_reqs == n:
@@ -115,11 +116,11 @@ def attend_trees(
 class CacheLayer:
     """KV cache of one target attention layer, as the views that compaction moves rows in."""
 
-    def __init__(self, layer: nn.Module):
+    def __init__(self, layer: Any):
         self.layer = layer
 
     @staticmethod
-    def applies(layer: nn.Module) -> bool:
+    def applies(layer: Any) -> bool:
         """Whether an attention layer runs a backend that can verify trees."""
         return hasattr(layer.impl, "cache_views")
 

@@ -8,6 +8,7 @@ that does not ask for trees, run vLLM's code unchanged.
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -129,7 +130,7 @@ class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
         """Plain causal attention over the cache, request by request."""
         starts, lengths = metadata.query_start_loc.tolist(), metadata.seq_lens.tolist()
         block_size = keys.shape[1]
-        for request, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+        for request, (start, end) in enumerate(pairwise(starts)):
             if start == end:
                 continue
             length = lengths[request]

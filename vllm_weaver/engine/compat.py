@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from vllm.distributed import (
     get_tensor_model_parallel_rank,
     get_tensor_model_parallel_world_size,
@@ -373,6 +372,7 @@ def install_layers(vllm_config: VllmConfig) -> None:
     The registries are process-wide, so each class checks the configuration that it is built
     for and behaves as vLLM's own where that one does not ask for trees.
     """
+    from vllm.config.compilation import CUDAGraphMode
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.attention.selector import _cached_get_attn_backend
@@ -394,6 +394,9 @@ def install_layers(vllm_config: VllmConfig) -> None:
             "vllm_weaver.engine.attention_cuda.TreeFlashAttentionBackend",
         )
         vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+        # The rows of a tree are laid out on the host each step, so whole-step graphs cannot
+        # replay them; piecewise graphs leave attention and GDN cores outside.
+        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
         spec = vllm_config.speculative_config
         if spec is not None and spec.attention_backend is None:
             spec.attention_backend = AttentionBackendEnum.FLASH_ATTN
@@ -411,12 +414,12 @@ def with_num_speculative_tokens(vllm_config: VllmConfig, depth: int) -> VllmConf
 # --------------------------------------------------------------------------- layers
 
 
-def is_draft_layer(layer: nn.Module) -> bool:
+def is_draft_layer(layer: Any) -> bool:
     """Whether an attention layer belongs to the drafter."""
     return bool(getattr(layer, "is_draft_layer", False))
 
 
-def is_target_attention(layer: nn.Module) -> bool:
+def is_target_attention(layer: Any) -> bool:
     """Whether a layer is an attention layer, with a KV cache, of the target."""
     from vllm.model_executor.layers.attention import Attention
 
@@ -444,7 +447,7 @@ def layer_metadata(name: str, metadata: Any) -> Iterator[None]:
         table[name] = outer
 
 
-def conv_weight(layer: nn.Module) -> torch.Tensor:
+def conv_weight(layer: Any) -> torch.Tensor:
     """Depthwise convolution weight [C, W] of a GDN layer, unpacked."""
     weight = getattr(layer.conv1d, "_cpu_unpacked_conv_weight", None)
     if weight is None:
@@ -452,7 +455,7 @@ def conv_weight(layer: nn.Module) -> torch.Tensor:
     return weight.reshape(weight.shape[0], -1)
 
 
-def conv_state(layer: nn.Module) -> torch.Tensor:
+def conv_state(layer: Any) -> torch.Tensor:
     """Convolution state [slots, W - 1, C] of a GDN layer, oldest first, as a view."""
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -460,7 +463,7 @@ def conv_state(layer: nn.Module) -> torch.Tensor:
     return state.transpose(-1, -2) if is_conv_state_dim_first() else state
 
 
-def recurrent_state(layer: nn.Module, native_cpu: bool) -> torch.Tensor:
+def recurrent_state(layer: Any, native_cpu: bool) -> torch.Tensor:
     """Recurrent state [slots, HV, V_h, K] of a GDN layer, as a view.
 
     vLLM's native CPU kernels keep [slots, HV, K, V_h] in the same memory.
@@ -472,7 +475,7 @@ def recurrent_state(layer: nn.Module, native_cpu: bool) -> torch.Tensor:
     return state.view(slots, heads, key_dim, value_dim).transpose(-1, -2)
 
 
-def native_cpu_gdn(layer: nn.Module, dtype: torch.dtype) -> bool:
+def native_cpu_gdn(layer: Any, dtype: torch.dtype) -> bool:
     """Whether vLLM's own CPU kernels can run the linear rows of this GDN layer."""
     return (
         current_platform.is_cpu()
@@ -483,7 +486,7 @@ def native_cpu_gdn(layer: nn.Module, dtype: torch.dtype) -> bool:
 
 
 def native_cpu_gdn_core(
-    layer: nn.Module,
+    layer: Any,
     mixed_qkv: torch.Tensor,
     b: torch.Tensor,
     a: torch.Tensor,
@@ -511,16 +514,16 @@ class Vocabulary:
     others add zeros.
     """
 
-    def __init__(self, target_model: nn.Module):
+    def __init__(self, target_model: Any):
         language_model = (
             target_model.get_language_model()
             if hasattr(target_model, "get_language_model")
             else target_model
         )
         inner = getattr(language_model, "model", language_model)
-        self.embedding = inner.embed_tokens
+        self.embedding: Any = inner.embed_tokens
         head = getattr(language_model, "lm_head", None)
-        self.head = head if head is not None else self.embedding
+        self.head: Any = head if head is not None else self.embedding
         self.sharded = get_tensor_model_parallel_world_size() > 1
         if getattr(self.head, "weight", None) is None or self.head.weight.ndim != 2:
             from vllm_weaver.engine.config import WeaverConfigError

@@ -195,10 +195,7 @@ def _drafter_problems(config: Any, options: WeaverOptions) -> Iterator[str]:
             "set both to the same number, or leave weaver.budget out"
         )
     dflash = getattr(hf_config, "dflash_config", None) or {}
-    if (
-        dflash.get("mask_token_id") is None
-        and getattr(hf_config, "mask_token_id", None) is None
-    ):
+    if dflash.get("mask_token_id") is None and getattr(hf_config, "mask_token_id", None) is None:
         yield (
             "the drafter's config.json names no dflash_config.mask_token_id; "
             "use a drafter that was trained with a mask token"
@@ -250,6 +247,11 @@ def _parallel_problems(config: Any) -> Iterator[str]:
         )
 
 
+def _on_cpu(config: Any) -> bool:
+    """Whether vLLM itself will make the state float32, as it does on a CPU."""
+    return bool(config.device_config.device_type == "cpu")
+
+
 def _feature_problems(config: Any) -> Iterator[str]:
     model, cache = config.model_config, config.cache_config
     if config.lora_config is not None:
@@ -275,13 +277,20 @@ def _feature_problems(config: Any) -> Iterator[str]:
             "layers have no tree mask: use a target without them"
         )
     if cache.cache_dtype not in ("auto", "bfloat16", "float16", "float32"):
+        yield (f"kv_cache_dtype is {cache.cache_dtype!r}; it is not tested with trees: use 'auto'")
+    state_dtype = cache.mamba_ssm_cache_dtype
+    if SUPPORTED_ARCHITECTURES.get(model.architecture) == "hybrid" and (
+        state_dtype not in ("auto", "float32")
+        or (state_dtype == "auto" and str(model.dtype) != "torch.float32" and not _on_cpu(config))
+    ):
         yield (
-            f"kv_cache_dtype is {cache.cache_dtype!r}; it is not tested with trees: use 'auto'"
+            f"mamba_ssm_cache_dtype is {state_dtype!r}; a path is committed exactly in a float32 "
+            "state: pass --mamba-ssm-cache-dtype float32"
         )
     if getattr(cache, "kv_sharing_fast_prefill", False):
         yield "kv_sharing_fast_prefill is on; it skips rows of the tree: switch it off"
     if not config.use_v2_model_runner:
         yield (
             "vLLM chose Model Runner V1, which cannot serve trees; unset "
-            "VLLM_USE_V2_MODEL_RUNNER, and on a CPU start with `eval \"$(vllm-weaver cpu-env)\"`"
+            'VLLM_USE_V2_MODEL_RUNNER, and on a CPU start with `eval "$(vllm-weaver cpu-env)"`'
         )

@@ -19,7 +19,7 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from vllm_weaver.engine import compat
 from vllm_weaver.engine.attention import TreeBuilderMixin, TreeMetadata, rest_of_batch
-from vllm_weaver.engine.config import requested
+from vllm_weaver.engine.config import WeaverConfigError, requested
 from vllm_weaver.ops import (
     ConvStash,
     GdnStash,
@@ -103,6 +103,11 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         self._pending: tuple[TreeGDNMetadata, ConvStash, GdnStash] | None = None
         if self.trees:
             self.enable_fused_gdn_spec_decode = False
+            if self.get_state_dtype()[1] != torch.float32:
+                raise WeaverConfigError(
+                    f"weaver: the recurrent state is {self.get_state_dtype()[1]}; a path is "
+                    "committed exactly in a float32 state: pass --mamba-ssm-cache-dtype float32"
+                )
             self.native_cpu = compat.native_cpu_gdn(self, vllm_config.model_config.dtype)
 
     # ------------------------------------------------------------------ cache
@@ -220,7 +225,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             tree.parents,
             tree.num_nodes,
             activation=self.activation,
-            table=step.conv_table,
+            table=step.conv_table(self.conv_kernel_size),
         )
         g, beta = gdn_gate(pack(a), pack(b), self.A_log, self.dt_bias)
         nodes, gdn_stash = gdn_tree_verify(

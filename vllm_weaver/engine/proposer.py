@@ -170,6 +170,7 @@ class Proposer:
             depth,
             expansion_width=self.options.expansion_width,
             children=self.options.children,
+            full_pools=self.pool_size >= self.options.children,
         )
 
 

@@ -48,9 +48,7 @@ class WeaverSpeculator(DFlashSpeculator):
         adapter = vocabulary = None
         if self.options.proposal == "weaver":
             dtype = torch.float32 if self.device.type == "cpu" else self.dtype
-            adapter = load_adapter(
-                self.full_config, self.options, dtype=dtype, device=self.device
-            )
+            adapter = load_adapter(self.full_config, self.options, dtype=dtype, device=self.device)
             vocabulary = compat.Vocabulary(target_model)
         vocab_size = self.full_config.model_config.get_vocab_size()
         self.proposer = Proposer(
@@ -63,9 +61,7 @@ class WeaverSpeculator(DFlashSpeculator):
         rows, shape = self.max_num_reqs, (self.max_num_reqs, self.depth, pool_size)
         on_device = {"device": self.device}
         self.marginals = Marginals(
-            hidden=torch.zeros(
-                rows, self.depth, self.hidden_size, dtype=self.dtype, **on_device
-            ),
+            hidden=torch.zeros(rows, self.depth, self.hidden_size, dtype=self.dtype, **on_device),
             ids=torch.zeros(shape, dtype=torch.int64, **on_device),
             logits=torch.zeros(shape, dtype=torch.float32, **on_device),
             log_probs=torch.zeros(shape, dtype=torch.float32, **on_device),

@@ -22,7 +22,7 @@ from vllm_weaver.engine.compat import is_target_attention
 from vllm_weaver.engine.config import WeaverConfigError, draft_depth, options_of
 from vllm_weaver.engine.gdn_layer import TreeGatedDeltaNet
 from vllm_weaver.engine.sampler import TreeSampler
-from vllm_weaver.engine.stats import StepStats
+from vllm_weaver.engine.stats import StepStats, stats_file
 from vllm_weaver.engine.step import RequestTrees, TreeStep, depth_offset
 from vllm_weaver.ops import compact_kv
 
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
 
-_State = DefaultModelState if TYPE_CHECKING else object
+# Base of the mixin, whose methods come from the state that it is mixed into.
+_State: Any = object
 
 
 def needs_chain(sampling_params: Any) -> bool:
@@ -74,7 +75,13 @@ class TreeStateMixin(_State):
         self.depth = draft_depth(self.vllm_config)
         self.trees = RequestTrees(self.max_num_reqs, self.budget, self.device)
         self.chain_only = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=self.device)
-        self.stats = StepStats(self.budget, self.depth, self.device)
+        first_rank = self.vllm_config.parallel_config.rank == 0
+        self.stats = StepStats(
+            self.budget,
+            self.depth,
+            self.device,
+            stats_file(self.vllm_config.instance_id) if first_rank else None,
+        )
         self.step: TreeStep | None = None
         self.slot_mappings: torch.Tensor | None = None
         self._all_chains = bool(self.model_config.logits_processors)
@@ -84,13 +91,13 @@ class TreeStateMixin(_State):
     # ------------------------------------------------------------------ requests
 
     def add_request(self, req_index: int, new_req_data: NewRequestData) -> None:
-        """Give the slot a rootless-free start: no tree, and a chain where sampling needs one."""
+        """Start a slot without a tree, and with chains where its sampling needs them."""
         super().add_request(req_index, new_req_data)
         self.trees.reset(req_index)
         chain = self._all_chains or needs_chain(new_req_data.sampling_params)
         self.chain_only[req_index].fill_(chain)
         if chain:
-            self.stats.chain_fallbacks += 1
+            self.stats.count_chain_fallback()
 
     # ------------------------------------------------------------------ before the forward pass
 
@@ -102,7 +109,8 @@ class TreeStateMixin(_State):
         layers = self.vllm_config.compilation_config.static_forward_context
         self._kv_groups = []
         for index, group in enumerate(kv_cache_config.kv_cache_groups):
-            target = [layers[name] for name in group.layer_names if is_target_attention(layers[name])]
+            members = [layers[name] for name in group.layer_names]
+            target = [layer for layer in members if is_target_attention(layer)]
             for layer in target:
                 if not CacheLayer.applies(layer):
                     raise WeaverConfigError(
@@ -198,7 +206,7 @@ class TreeStateMixin(_State):
         if step is not None and step.path is not None:
             self._compact(step)
             self.commit_recurrent(step, idx_mapping)
-        super().postprocess_state(idx_mapping, 1, num_computed_tokens)  # type: ignore[arg-type]
+        super().postprocess_state(idx_mapping, 1, num_computed_tokens)
 
     def commit_recurrent(self, step: TreeStep, idx_mapping: torch.Tensor) -> None:
         """Advance recurrent states along the accepted paths. A dense model has none."""

@@ -1,50 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Counters of tree decoding, kept on the device and read on request.
+"""Counters of tree decoding: kept on the device, read on request or published for Prometheus.
 
-Nothing here synchronises during a step; :meth:`StepStats.snapshot` does.
+The worker counts; the front-end of ``vllm serve`` exports. They meet in a small file that rank 0
+rewrites every few seconds, named by the engine's instance, because vLLM carries no statistics of
+a plugin between its processes. Nothing here makes the host wait for the device during a step.
 """
 
 from __future__ import annotations
 
+import atexit
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vllm_weaver.engine.step import TreeStep
 
+PUBLISH_SECONDS = 2.0
+
+
+def stats_file(instance_id: str) -> Path:
+    """Where rank 0 of an engine publishes its counters."""
+    return Path(tempfile.gettempdir()) / f"vllm-weaver-{instance_id}.json"
+
 
 class StepStats:
     """Running totals over verification passes.
 
-    Attributes:
-        chain_fallbacks: requests that got chains because their sampling reads the whole prefix.
+    Args:
+        budget: nodes of a tree without the root.
+        depth: deepest level of a tree.
+        device: where the totals live.
+        file: where to publish them; None to keep them.
     """
 
-    def __init__(self, budget: int, depth: int, device: torch.device):
-        self.chain_fallbacks = 0
-        self._emitted = torch.zeros(depth + 2, dtype=torch.int64, device=device)
-        self._nodes = torch.zeros((), dtype=torch.int64, device=device)
-        self._ranks = torch.zeros(budget + 1, dtype=torch.int64, device=device)
+    def __init__(self, budget: int, depth: int, device: torch.device, file: Path | None = None):
+        self.file = file
+        if file is not None:
+            atexit.register(file.unlink, missing_ok=True)
+        self._depth = depth
+        # One buffer, so that one copy reads it: passes by emitted tokens, accepted nodes by
+        # place in the tree, offered nodes.
+        self._totals = torch.zeros(depth + 2 + budget + 2, dtype=torch.int64, device=device)
+        self._emitted, self._ranks, self._nodes = self._totals.split([depth + 2, budget + 1, 1])
+        self._fallbacks = 0
+        self._published = 0.0
+        self._copy: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+
+    def count_chain_fallback(self) -> None:
+        """Count a request that gets chains because its sampling reads the whole prefix."""
+        self._fallbacks += 1
 
     def record(self, step: TreeStep) -> None:
         """Count one step whose paths are known."""
         assert step.path is not None and step.length is not None
-        length = step.length.long()
+        length, nodes = step.length.long(), step.path.long()
         self._emitted.scatter_add_(0, length, torch.ones_like(length))
-        self._nodes += step.tree.num_nodes.sum() - step.num_requests
-        nodes = step.path.long()
         self._ranks.scatter_add_(0, nodes.clamp(min=0).flatten(), (nodes > 0).long().flatten())
+        self._nodes += step.tree.num_nodes.sum() - step.num_requests
+        if self.file is not None:
+            self._publish()
 
     def snapshot(self) -> dict[str, Any]:
-        """Totals so far.
+        """Totals so far; waits for the device.
 
         Returns:
             ``target_passes``: verified trees. ``emitted_tokens``: tokens that they emitted,
             bonus included. ``mean_accepted_length``: their ratio. ``length_histogram``: passes
             by emitted tokens. ``tree_nodes``: nodes offered, roots excluded.
-            ``accepted_by_node``: accepted nodes by place in the tree. ``chain_fallbacks``.
+            ``accepted_by_node``: accepted nodes by place in the tree. ``chain_fallbacks``:
+            requests that got chains.
         """
-        histogram = self._emitted.tolist()
+        return self._describe(self._totals.tolist())
+
+    def reset(self) -> None:
+        """Start counting again."""
+        self._fallbacks = 0
+        self._totals.zero_()
+
+    def _describe(self, totals: list[int]) -> dict[str, Any]:
+        histogram = totals[: self._depth + 2]
         passes = sum(histogram)
         emitted = sum(length * count for length, count in enumerate(histogram))
         return {
@@ -52,13 +91,34 @@ class StepStats:
             "emitted_tokens": emitted,
             "mean_accepted_length": emitted / passes if passes else 0.0,
             "length_histogram": histogram,
-            "tree_nodes": int(self._nodes),
-            "accepted_by_node": self._ranks.tolist(),
-            "chain_fallbacks": self.chain_fallbacks,
+            "tree_nodes": totals[-1],
+            "accepted_by_node": totals[self._depth + 2 : -1],
+            "chain_fallbacks": self._fallbacks,
         }
 
-    def reset(self) -> None:
-        """Start counting again."""
-        self.chain_fallbacks = 0
-        for total in (self._emitted, self._nodes, self._ranks):
-            total.zero_()
+    def _publish(self) -> None:
+        """Start a copy to the host every few seconds; write it once it has arrived."""
+        if self._copy is not None:
+            host, arrived = self._copy
+            if arrived is None or arrived.query():
+                self._copy = None
+                self._write(self._describe(host.tolist()))
+        elif time.monotonic() - self._published >= PUBLISH_SECONDS:
+            self._published = time.monotonic()
+            if self._totals.is_cuda:
+                host = torch.empty(self._totals.shape, dtype=torch.int64, pin_memory=True)
+                host.copy_(self._totals, non_blocking=True)
+                event = torch.cuda.Event()
+                event.record()
+                self._copy = host, event
+            else:
+                self._copy = self._totals.clone(), None
+
+    def _write(self, snapshot: dict[str, Any]) -> None:
+        assert self.file is not None
+        scratch = self.file.with_suffix(f".{os.getpid()}")
+        try:
+            scratch.write_text(json.dumps(snapshot))
+            scratch.replace(self.file)
+        except OSError:
+            self.file = None  # a full or read-only disk costs the metrics, never a request

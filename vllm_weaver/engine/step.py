@@ -10,8 +10,7 @@ sampling, which path was accepted. None knows of layers, caches or sampling para
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -161,6 +160,7 @@ class TreeStep:
     context_lens: torch.Tensor
     path: torch.Tensor | None = None
     length: torch.Tensor | None = None
+    _conv_tables: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
 
     @classmethod
     def create(
@@ -199,10 +199,11 @@ class TreeStep:
         """Tokens of the batch that are rows of trees."""
         return self.layout.num_entries
 
-    @cached_property
-    def conv_table(self) -> torch.Tensor:
-        """Window table [n, T, 3] of a width-4 causal convolution, shared by all layers."""
-        return conv_table(self.tree.parents, self.tree.num_nodes, 4)
+    def conv_table(self, width: int) -> torch.Tensor:
+        """Window table [n, T, width - 1] of a causal convolution, made once for all layers."""
+        if width not in self._conv_tables:
+            self._conv_tables[width] = conv_table(self.tree.parents, self.tree.num_nodes, width)
+        return self._conv_tables[width]
 
     def with_path(self, path: torch.Tensor, length: torch.Tensor) -> TreeStep:
         """This step with its accepted path; ``path`` [>= n, D + 1], ``length`` [>= n]."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner
@@ -16,8 +16,9 @@ from vllm_weaver.engine.speculator import WeaverSpeculator
 
 logger = compat.init_logger(__name__)
 
-_Runner = GPUModelRunner if TYPE_CHECKING else object
-_Worker = Worker if TYPE_CHECKING else object
+# Bases of the mixins, whose methods come from the class that they are mixed into.
+_Runner: Any = object
+_Worker: Any = object
 
 
 class TreeRunnerMixin(_Runner):
