@@ -41,6 +41,7 @@ class TreeSampler:
     def __init__(self, sampler: Any, state: TreeStateMixin):
         self.sampler = sampler
         self.state = state
+        self.level_by_level = state.device.type == "cpu"
 
     def __call__(
         self,
@@ -59,29 +60,13 @@ class TreeSampler:
         """
         num_nans = get_num_nans(logits) if self.sampler.compute_nans else None
         layout = _Rows(self.state, input_batch, invalid_drafts)
-        chunks = self._chunks(logits, input_batch)
-        sampled = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-        processed: list[torch.Tensor] = []
-        keep_processed = self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         num_logprobs = self.sampler.sampling_states.max_num_logprobs(input_batch.idx_mapping_np)
-        for start, end in chunks:
-            low = int(input_batch.cu_num_logits_np[start])
-            high = int(input_batch.cu_num_logits_np[end])
-            tokens, chunk_processed = self.sampler.sample(
-                logits[low:high],
-                input_batch.expanded_idx_mapping[low:high],
-                input_batch.idx_mapping[start:end],
-                input_batch.idx_mapping_np[start:end],
-                layout.positions[low:high],
-                layout.input_ids[low:high],
-                input_batch.expanded_local_pos[low:high],
-                input_batch.seq_lens_cpu_upper_bound.numpy()[start:end],
-                return_logprobs=num_logprobs != NO_LOGPROBS,
-            )
-            sampled[low:high] = tokens
-            if keep_processed and num_logprobs != NO_LOGPROBS:
-                processed.append(chunk_processed)
-
+        wants_logprobs = num_logprobs != NO_LOGPROBS
+        processed: list[torch.Tensor] = []
+        if self._by_level(input_batch, wants_logprobs):
+            sampled = self._sample_paths(logits, input_batch, layout)
+        else:
+            sampled = self._sample_all(logits, input_batch, layout, wants_logprobs, processed)
         path, length, tokens_out = layout.walk(sampled)
         num_sampled, num_rejected = get_num_sampled_and_rejected(
             length,
@@ -95,7 +80,7 @@ class TreeSampler:
             self.state.step = step.with_path(path, num_sampled)
             self.state.stats.record(self.state.step)
         logprobs = None
-        if num_logprobs != NO_LOGPROBS:
+        if wants_logprobs:
             scores = torch.cat(processed) if processed else logits
             logprobs = self._logprobs(scores, layout, path, num_sampled, tokens_out, num_logprobs)
         return SamplerOutput(
@@ -106,6 +91,81 @@ class TreeSampler:
             num_rejected=num_rejected,
             sampling_mask_tensors=None,
         )
+
+    def _by_level(self, batch: InputBatch, wants_logprobs: bool) -> bool:
+        """Whether to sample node after node, which only pays where a row is dear: on a CPU.
+
+        Not with requests whose sampling reads neighbouring rows, nor where rows off the path are
+        wanted.
+        """
+        return (
+            self.level_by_level
+            and not wants_logprobs
+            and not bool(self.state.chain_only[batch.idx_mapping].any())
+        )
+
+    def _sample_all(
+        self,
+        logits: torch.Tensor,
+        batch: InputBatch,
+        layout: _Rows,
+        wants_logprobs: bool,
+        processed: list[torch.Tensor],
+    ) -> torch.Tensor:
+        """Sample every row; appends processed logits to ``processed`` where they are wanted."""
+        sampled = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        keep = wants_logprobs and self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
+        for start, end in self._chunks(logits, batch):
+            low = int(batch.cu_num_logits_np[start])
+            high = int(batch.cu_num_logits_np[end])
+            sampled[low:high], chunk = self.sampler.sample(
+                logits[low:high],
+                batch.expanded_idx_mapping[low:high],
+                batch.idx_mapping[start:end],
+                batch.idx_mapping_np[start:end],
+                layout.positions[low:high],
+                layout.input_ids[low:high],
+                batch.expanded_local_pos[low:high],
+                batch.seq_lens_cpu_upper_bound.numpy()[start:end],
+                return_logprobs=wants_logprobs,
+            )
+            if keep:
+                processed.append(chunk)
+        return sampled
+
+    def _sample_paths(self, logits: torch.Tensor, batch: InputBatch, layout: _Rows) -> torch.Tensor:
+        """Sample the root of every tree, then the child that it points to, and so on.
+
+        Returns:
+            The same tokens as :meth:`_sample_all` on the accepted paths, -1 elsewhere.
+        """
+        sampled = torch.full((logits.shape[0],), -1, dtype=torch.int64)
+        tokens, parents = layout.tree.tokens, layout.tree.parents
+        row = torch.arange(tokens.shape[1])
+        live = row < layout.tree.num_nodes[:, None]
+        requests = torch.arange(batch.num_reqs)
+        nodes = torch.zeros_like(requests)
+        while len(requests):
+            entries = layout.layout.index[requests, nodes]
+            on_host = requests.numpy()
+            sampled[entries], _ = self.sampler.sample(
+                logits[entries],
+                batch.expanded_idx_mapping[entries],
+                batch.idx_mapping[requests],
+                batch.idx_mapping_np[on_host],
+                layout.positions[entries],
+                layout.input_ids[entries],
+                batch.expanded_local_pos[entries],
+                batch.seq_lens_cpu_upper_bound.numpy()[on_host],
+            )
+            child = (
+                live[requests]
+                & (parents[requests] == nodes[:, None])
+                & (tokens[requests] == sampled[entries, None])
+            )
+            hit = child.any(-1)
+            requests, nodes = requests[hit], child.int().argmax(-1)[hit]
+        return sampled
 
     @staticmethod
     def _chunks(logits: torch.Tensor, batch: InputBatch) -> list[tuple[int, int]]:
