@@ -25,17 +25,26 @@ from vllm.distributed import (
 )
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    _iter_request_chunks as iter_request_chunks,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+logger = init_logger(__name__)
+
 __all__ = [
+    "ATTRIBUTES",
     "CONTRACTS",
+    "FIELDS",
     "broken_contracts",
+    "choose_backends",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "init_logger",
     "install_layers",
+    "iter_request_chunks",
     "tensor_model_parallel_all_gather",
     "tensor_model_parallel_all_reduce",
     "use_worker",
@@ -181,6 +190,11 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "is_profile",
         "num_speculative_tokens",
     ),
+    "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model._normalize_context_k": ("all_k",),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.load_draft_model": (
+        "target_model",
+        "target_attn_layer_names",
+    ),
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model": ("target_model",),
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.compute_draft_logits": (
         "hidden_states",
@@ -275,6 +289,7 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "expanded_local_pos",
         "num_tokens",
         "num_tokens_after_padding",
+        "num_computed_tokens_np",
         "num_draft_tokens_per_req",
         "query_start_loc",
         "query_start_loc_np",
@@ -303,6 +318,40 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "_token_to_req_indices_cache",
     ),
     "vllm.v1.kv_cache_interface:MambaSpec": ("block_size", "num_speculative_blocks"),
+}
+
+#: Attributes that a class of vLLM gives its instances, and that are read or written here.
+ATTRIBUTES: dict[str, tuple[str, ...]] = {
+    "vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState": (
+        "self._align_mode",
+        "self._mamba_state_idx_gpu",
+    ),
+    "vllm.v1.worker.gpu.model_states.default:DefaultModelState": ("self.rope_state",),
+    "vllm.v1.worker.gpu.model_states.interface:ModelState": (
+        "self.max_num_reqs",
+        "self.max_num_tokens",
+    ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner": (
+        "self.speculator",
+        "self.model_state",
+        "self.num_speculative_steps",
+    ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator": (
+        "self.sample_indices",
+        "self.model_state",
+    ),
+    "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model": (
+        "self._k_norm_weights",
+        "self._rms_norm_eps",
+    ),
+    "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention": (
+        "self.enable_fused_gdn_spec_decode",
+        "self.in_proj_qkvz",
+        "self.in_proj_ba",
+        "self.conv1d",
+        "self.A_log",
+        "self.dt_bias",
+    ),
 }
 
 
@@ -340,6 +389,16 @@ def broken_contracts() -> list[str]:
         missing = [field for field in expected if field not in found]
         if missing:
             broken.append(f"{name} has no field {', '.join(missing)}")
+    for name, expected in ATTRIBUTES.items():
+        try:
+            classes = [c for c in _resolve(name).__mro__ if c.__module__.startswith("vllm.")]
+            source = "".join(inspect.getsource(c) for c in classes)
+        except (ImportError, AttributeError, OSError) as error:
+            broken.append(f"{name} is missing ({error})")
+            continue
+        missing = [attribute for attribute in expected if attribute not in source]
+        if missing:
+            broken.append(f"{name} has no attribute {', '.join(missing)}")
     return broken
 
 
@@ -366,13 +425,12 @@ def use_worker(vllm_config: VllmConfig) -> None:
     parallel.worker_cls = ours
 
 
-def install_layers(vllm_config: VllmConfig) -> None:
+def install_layers() -> None:
     """Register our layer and attention backend in this process. Idempotent.
 
     The registries are process-wide, so each class checks the configuration that it is built
     for and behaves as vLLM's own where that one does not ask for trees.
     """
-    from vllm.config.compilation import CUDAGraphMode
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
     from vllm.v1.attention.selector import _cached_get_attn_backend
@@ -393,13 +451,36 @@ def install_layers(vllm_config: VllmConfig) -> None:
             AttentionBackendEnum.CUSTOM,
             "vllm_weaver.engine.attention_cuda.TreeFlashAttentionBackend",
         )
-        vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+
+
+def choose_backends(vllm_config: VllmConfig) -> None:
+    """Point a configuration for a GPU at our attention backend. Nothing to choose on a CPU.
+
+    Raises:
+        WeaverConfigError: another attention backend is configured.
+    """
+    if current_platform.is_cpu():
+        return
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    from vllm_weaver.engine.config import WeaverConfigError
+
+    attention = vllm_config.attention_config
+    if attention.backend not in (None, AttentionBackendEnum.CUSTOM):
+        raise WeaverConfigError(
+            f"weaver: attention backend is {attention.backend.name}; trees need their own, built "
+            "on FlashAttention: leave --attention-backend at its default"
+        )
+    attention.backend = AttentionBackendEnum.CUSTOM
+    spec = vllm_config.speculative_config
+    if spec is not None and spec.attention_backend is None:
+        spec.attention_backend = AttentionBackendEnum.FLASH_ATTN
+    if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
         # The rows of a tree are laid out on the host each step, so whole-step graphs cannot
         # replay them; piecewise graphs leave attention and GDN cores outside.
         vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
-        spec = vllm_config.speculative_config
-        if spec is not None and spec.attention_backend is None:
-            spec.attention_backend = AttentionBackendEnum.FLASH_ATTN
+        logger.info("vllm-weaver: CUDA graphs run piecewise")
 
 
 def with_num_speculative_tokens(vllm_config: VllmConfig, depth: int) -> VllmConfig:
@@ -409,6 +490,23 @@ def with_num_speculative_tokens(vllm_config: VllmConfig, depth: int) -> VllmConf
     assert config.speculative_config is not None
     config.speculative_config.num_speculative_tokens = depth
     return config
+
+
+def norm_context_per_layer(draft_model: Any) -> None:
+    """Let a DFlash drafter on a CPU norm each layer's context keys with that layer's weight.
+
+    vLLM 0.32 passes one row of weights per layer to an operator whose CPU build reads the first
+    row only, so every layer would get the first layer's norm: drafts stay valid but get worse.
+    Acts on this one drafter object.
+    """
+    inner = draft_model.model
+
+    def normalize_context_k(all_k: torch.Tensor) -> torch.Tensor:
+        x = all_k.float()
+        x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + inner._rms_norm_eps)
+        return (x * inner._k_norm_weights.float()[:, None, None, :]).to(all_k.dtype)
+
+    inner._normalize_context_k = normalize_context_k
 
 
 # --------------------------------------------------------------------------- layers

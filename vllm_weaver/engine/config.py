@@ -247,11 +247,6 @@ def _parallel_problems(config: Any) -> Iterator[str]:
         )
 
 
-def _on_cpu(config: Any) -> bool:
-    """Whether vLLM itself will make the state float32, as it does on a CPU."""
-    return bool(config.device_config.device_type == "cpu")
-
-
 def _feature_problems(config: Any) -> Iterator[str]:
     model, cache = config.model_config, config.cache_config
     if config.lora_config is not None:
@@ -281,7 +276,7 @@ def _feature_problems(config: Any) -> Iterator[str]:
     state_dtype = cache.mamba_ssm_cache_dtype
     if SUPPORTED_ARCHITECTURES.get(model.architecture) == "hybrid" and (
         state_dtype not in ("auto", "float32")
-        or (state_dtype == "auto" and str(model.dtype) != "torch.float32" and not _on_cpu(config))
+        or (state_dtype == "auto" and str(model.dtype) != "torch.float32")
     ):
         yield (
             f"mamba_ssm_cache_dtype is {state_dtype!r}; a path is committed exactly in a float32 "

@@ -306,6 +306,12 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             conv_commit(conv_stash, path, nodes, conv_state, slots, source_indices=source)
             gdn_commit(gdn_stash, path, nodes, state, slots, source_indices=source)
 
+    def clear(self, slots: torch.Tensor) -> None:
+        """Set the states in ``slots`` to those before a sequence's first token."""
+        slots = slots.long()
+        compat.conv_state(self)[slots] = 0
+        compat.recurrent_state(self, self.native_cpu)[slots] = 0
+
     def block_table(self) -> torch.Tensor:
         """Cache blocks of the requests whose trees were verified last, [n, blocks]."""
         assert self._pending is not None

@@ -11,7 +11,7 @@ import json
 import time
 from typing import Any
 
-from prometheus_client import REGISTRY, Counter, Gauge
+from prometheus_client import Counter, Gauge
 from vllm.v1.metrics.loggers import StatLoggerBase
 
 from vllm_weaver.engine.config import requested
@@ -75,8 +75,11 @@ class WeaverStatLogger(StatLoggerBase):
         """Nothing to say."""
 
 
+_families: dict[str, Any] = {}
+
+
 def _series(kind: Any, name: str, text: str, labels: dict[str, str]) -> Any:
-    """A series with its labels set, made once per process."""
-    existing = REGISTRY._names_to_collectors.get(name)
-    family: Any = existing if existing is not None else kind(name, text, list(labels))
-    return family.labels(**labels)
+    """A series with its labels set; its family is registered once per process."""
+    if name not in _families:
+        _families[name] = kind(name, text, list(labels))
+    return _families[name].labels(**labels)

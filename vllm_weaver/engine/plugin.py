@@ -80,4 +80,5 @@ def activate(vllm_config: Any) -> None:
     if options.proposal == "weaver":
         check_adapter(vllm_config, options)
     compat.use_worker(vllm_config)
-    compat.install_layers(vllm_config)
+    compat.choose_backends(vllm_config)
+    compat.install_layers()

@@ -19,11 +19,9 @@ from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
-from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
-    _iter_request_chunks,
-    get_max_chunk_logits,
-)
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
+from vllm_weaver.engine.compat import iter_request_chunks
 from vllm_weaver.engine.step import RowLayout, depth_offset
 from vllm_weaver.tree import accept
 
@@ -173,7 +171,7 @@ class TreeSampler:
         limit = get_max_chunk_logits(logits.shape[1])
         if logits.shape[0] <= limit:
             return [(0, batch.num_reqs)]
-        return list(_iter_request_chunks(batch.cu_num_logits_np, limit))
+        return list(iter_request_chunks(batch.cu_num_logits_np, limit))
 
     def _logprobs(
         self,

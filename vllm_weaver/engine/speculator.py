@@ -39,6 +39,15 @@ class WeaverSpeculator(DFlashSpeculator):
         )
         self.proposer: Proposer | None = None
 
+    def load_draft_model(
+        self, target_model: nn.Module, target_attn_layer_names: set[str]
+    ) -> nn.Module:
+        """Load the drafter as vLLM does."""
+        model = super().load_draft_model(target_model, target_attn_layer_names)
+        if self.device.type == "cpu":
+            compat.norm_context_per_layer(model)
+        return model
+
     def load_model(self, target_model: nn.Module) -> None:
         """Load drafter and adapter; choose the model state of the target."""
         super().load_model(target_model)

@@ -246,6 +246,28 @@ class HybridTreeState(TreeStateMixin, MambaHybridModelState):
                 "raise block_size, or switch prefix caching off"
             )
 
+    def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Lay out this batch's trees; clear the states that their first tokens start from."""
+        metadata = super().prepare_attn(input_batch, *args, **kwargs)
+        if self.step is not None:
+            self._clear_unstarted(input_batch, metadata)
+        return metadata
+
+    def _clear_unstarted(self, batch: InputBatch, metadata: dict[str, Any]) -> None:
+        """A prompt of one token that joins running requests is verified as a tree at once.
+
+        vLLM pads it with placeholder drafts, so that no prefill kernel runs that would ignore
+        what its cache block held before.
+        """
+        assert self.step is not None
+        computed = batch.num_computed_tokens_np[: self.step.num_requests]
+        unstarted = np.flatnonzero(computed == 0)
+        if not len(unstarted):
+            return
+        rows = torch.from_numpy(unstarted).to(self.device)
+        for layer in self._gdn_layers:
+            layer.clear(metadata[layer.prefix].state_indices[rows])
+
     def commit_recurrent(self, step: TreeStep, idx_mapping: torch.Tensor) -> None:
         """Advance conv and recurrent states of all GDN layers along the accepted paths.
 

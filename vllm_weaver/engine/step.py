@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -209,3 +210,21 @@ class TreeStep:
         """This step with its accepted path; ``path`` [>= n, D + 1], ``length`` [>= n]."""
         n = self.num_requests
         return dataclasses.replace(self, path=path[:n], length=length[:n])
+
+    def describe(self) -> list[dict[str, Any]]:
+        """Trees and accepted paths as plain lists, one per request; waits for the device."""
+        if self.path is None or self.length is None:
+            return []
+        tree = self.tree
+        columns = (tree.tokens, tree.parents, tree.depths, tree.num_nodes, self.path, self.length)
+        return [
+            {
+                "tokens": tokens[:nodes],
+                "parents": parents[:nodes],
+                "depths": depths[:nodes],
+                "path": path[:length],
+            }
+            for tokens, parents, depths, nodes, path, length in zip(
+                *(column.tolist() for column in columns), strict=True
+            )
+        ]

@@ -57,7 +57,7 @@ class TreeWorkerMixin(_Worker):
     """What the GPU and the CPU worker share."""
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any):
-        compat.install_layers(vllm_config)
+        compat.install_layers()
         super().__init__(vllm_config, *args, **kwargs)
 
     def weaver_stats(self, reset: bool = False) -> dict[str, Any]:
@@ -74,6 +74,17 @@ class TreeWorkerMixin(_Worker):
         if reset:
             stats.reset()
         return snapshot
+
+    def weaver_last_trees(self) -> list[dict[str, Any]]:
+        """Trees verified by the last step, for people to look at; waits for the device.
+
+        Returns:
+            One dictionary per request that carried a tree: ``tokens``, ``parents`` and
+            ``depths`` of its nodes, root first, and ``path``, the accepted ones. Empty if the
+            last step verified none.
+        """
+        step = self.model_runner.model_state.step
+        return [] if step is None else step.describe()
 
 
 class WeaverWorker(TreeWorkerMixin, Worker):
