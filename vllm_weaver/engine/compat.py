@@ -509,6 +509,12 @@ def norm_context_per_layer(draft_model: Any) -> None:
     inner._normalize_context_k = normalize_context_k
 
 
+def has_custom_logits_processors(sampler: Any) -> bool:
+    """Whether processors beyond vLLM's own run, configured or installed as a plugin."""
+    own = "vllm.v1.worker.gpu.sample."
+    return any(not type(x).__module__.startswith(own) for x in sampler.logits_processors)
+
+
 # --------------------------------------------------------------------------- layers
 
 

@@ -24,8 +24,11 @@ SUPPORTED_ARCHITECTURES = {
 }
 
 
-class WeaverConfigError(ValueError):
-    """A configuration that the plugin refuses: one line with option, value and remedy."""
+class WeaverConfigError(Exception):
+    """A configuration that the plugin refuses: one line with option, value and remedy.
+
+    Not a ``ValueError``: vLLM's configuration classes would wrap that in a report of their own.
+    """
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_weaver.engine.attention import CacheLayer, TreeBuilderMixin
-from vllm_weaver.engine.compat import is_target_attention
+from vllm_weaver.engine.compat import has_custom_logits_processors, is_target_attention
 from vllm_weaver.engine.config import WeaverConfigError, draft_depth, options_of
 from vllm_weaver.engine.gdn_layer import TreeGatedDeltaNet
 from vllm_weaver.engine.sampler import TreeSampler
@@ -84,7 +84,7 @@ class TreeStateMixin(_State):
         )
         self.step: TreeStep | None = None
         self.slot_mappings: torch.Tensor | None = None
-        self._all_chains = bool(self.model_config.logits_processors)
+        self._all_chains = False
         self._positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=self.device)
         self._kv_groups: list[_KVGroup] = []
 
@@ -191,6 +191,7 @@ class TreeStateMixin(_State):
 
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """vLLM's sampler, and ours in place of its rejection sampler."""
+        self._all_chains = has_custom_logits_processors(sampler)
         return sampler, TreeSampler(sampler, self)
 
     # ------------------------------------------------------------------ after sampling

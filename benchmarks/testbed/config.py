@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The sizes of the self-trained models and how long each is trained.
+
+Plain numbers only: this module knows neither the data nor how any of the models works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+EOS_ID = 0
+MASK_ID = 1
+SPECIAL_TOKENS = ("<|endoftext|>", "<|mask|>")
+
+
+@dataclasses.dataclass(frozen=True)
+class TargetShape:
+    """A Qwen3.5 text model: three Gated DeltaNet layers, then one full-attention layer."""
+
+    vocab: int
+    width: int
+    layers: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    gdn_key_heads: int
+    gdn_value_heads: int
+    gdn_head_dim: int
+    tied: bool
+    conv: int = 4
+    rope_theta: float = 10000.0
+    rotary_factor: float = 0.25
+    eps: float = 1e-6
+    max_positions: int = 4096
+
+    def is_attention(self, layer: int) -> bool:
+        return layer % 4 == 3
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterShape:
+    """A DFlash drafter; attention shape and vocabulary are the target's."""
+
+    layers: int
+    mlp: int
+    target_layers: tuple[int, ...]  # z-lab numbering: outputs of these decoder layers
+    block: int = 16
+
+    @property
+    def depth(self) -> int:
+        return self.block - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterShape:
+    rank: int
+    heads: int
+    mlp: int
+    pool: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One training stage: `steps` optimiser steps at these peak learning rates."""
+
+    steps: int
+    rows: int  # per step: of text (target), of each group (drafter), blocks (adapter)
+    muon_lr: float
+    adam_lr: float
+    warmup: float = 0.02
+    decay: float = 0.45
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Rows of one length that drafter and adapter are trained on."""
+
+    length: int
+    rows: int  # of the target's own text, as many from each prefix
+    prefixes: tuple[int, ...]  # source tokens that start such a row
+    text_rows: int  # of source text
+    blocks: int  # the adapter's blocks per row
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    name: str
+    target: TargetShape
+    drafter: DrafterShape
+    adapter: AdapterShape
+    train_target: Stage
+    train_drafter: Stage
+    train_adapter: Stage
+    sequence: int  # tokens in a row of the target's training
+    groups: tuple[Group, ...]
+    drafter_blocks: int  # blocks per step of the drafter's training
+    eval_prompts: int
+    eval_context: int
+    eval_tokens: int
+    max_train_tokens: int  # for the target
+    max_prompt_tokens: int  # where only drafter and adapter are trained
+    max_files: int | None = None  # first files of the standard library only
+
+
+_NANO_TARGET = TargetShape(
+    vocab=4096,
+    width=256,
+    layers=8,
+    mlp=448,
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    gdn_key_heads=2,
+    gdn_value_heads=4,
+    gdn_head_dim=64,
+    tied=True,
+)
+
+NANO = Size(
+    name="nano",
+    target=_NANO_TARGET,
+    drafter=DrafterShape(layers=4, mlp=384, target_layers=(1, 3, 5, 6)),
+    adapter=AdapterShape(rank=256, heads=4, mlp=1536, pool=256),
+    train_target=Stage(steps=2600, rows=64, muon_lr=0.02, adam_lr=3e-3),
+    train_drafter=Stage(steps=4000, rows=32, muon_lr=0.012, adam_lr=2e-3),
+    train_adapter=Stage(steps=9000, rows=3072, muon_lr=0.01, adam_lr=1e-3),
+    sequence=1024,
+    groups=(
+        Group(length=384, rows=36864, prefixes=(128, 192, 256), text_rows=9216, blocks=32),
+        Group(length=192, rows=36864, prefixes=(32, 64, 96), text_rows=0, blocks=20),
+    ),
+    drafter_blocks=1536,
+    eval_prompts=256,
+    eval_context=192,
+    eval_tokens=128,
+    max_train_tokens=120_000_000,
+    max_prompt_tokens=30_000_000,
+)
+
+BENCH = Size(
+    name="bench",
+    target=TargetShape(
+        vocab=8192,
+        width=768,
+        layers=12,
+        mlp=2048,
+        heads=4,
+        kv_heads=2,
+        head_dim=256,
+        gdn_key_heads=3,
+        gdn_value_heads=6,
+        gdn_head_dim=128,
+        tied=False,
+    ),
+    drafter=DrafterShape(layers=4, mlp=2048, target_layers=(1, 4, 7, 10)),
+    adapter=AdapterShape(rank=512, heads=4, mlp=1024, pool=256),
+    train_target=Stage(steps=2000, rows=32, muon_lr=0.02, adam_lr=3e-3),
+    train_drafter=Stage(steps=2500, rows=32, muon_lr=0.012, adam_lr=2e-3),
+    train_adapter=Stage(steps=5000, rows=2048, muon_lr=0.01, adam_lr=1e-3),
+    sequence=1024,
+    groups=(
+        Group(length=384, rows=12288, prefixes=(128, 192, 256), text_rows=3072, blocks=32),
+        Group(length=192, rows=12288, prefixes=(32, 64, 96), text_rows=0, blocks=20),
+    ),
+    drafter_blocks=1536,
+    eval_prompts=128,
+    eval_context=192,
+    eval_tokens=128,
+    max_train_tokens=120_000_000,
+    max_prompt_tokens=30_000_000,
+)
+
+TOY = Size(
+    name="toy",
+    target=dataclasses.replace(_NANO_TARGET, vocab=512, width=64, mlp=128),
+    drafter=DrafterShape(layers=2, mlp=128, target_layers=(1, 3, 6)),
+    adapter=AdapterShape(rank=64, heads=2, mlp=128, pool=64),
+    train_target=Stage(steps=60, rows=8, muon_lr=0.02, adam_lr=3e-3),
+    train_drafter=Stage(steps=20, rows=4, muon_lr=0.012, adam_lr=2e-3),
+    train_adapter=Stage(steps=20, rows=48, muon_lr=0.01, adam_lr=1e-3),
+    sequence=128,
+    groups=(
+        Group(length=64, rows=16, prefixes=(16, 32), text_rows=4, blocks=4),
+        Group(length=48, rows=16, prefixes=(8, 16), text_rows=0, blocks=3),
+    ),
+    drafter_blocks=32,
+    eval_prompts=4,
+    eval_context=32,
+    eval_tokens=16,
+    max_train_tokens=1_000_000,
+    max_prompt_tokens=100_000,
+    max_files=80,
+)
+
+SIZES = {size.name: size for size in (NANO, BENCH, TOY)}
