@@ -8,7 +8,9 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from models import HYBRID_HEADS, VOCAB_SIZE, _common_config, _save_target
+import torch
+from models import HIDDEN_SIZE, HYBRID_HEADS, VOCAB_SIZE, _common_config, _save_target
+from safetensors.torch import load_file, save_file
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 
@@ -105,6 +107,20 @@ def copy_of(source: Path, root: Path) -> Path:
     """A copy of a model, for tests that edit it."""
     directory = root / source.name
     shutil.copytree(source, directory)
+    return directory
+
+
+def reduced_vocabulary(drafter: Path, root: Path, every: int) -> Path:
+    """A copy of a drafter with an output head of its own, for every ``every``-th token alone."""
+    directory = copy_of(drafter, root)
+    size = VOCAB_SIZE // every
+    set_config(directory, draft_vocab_size=size)
+    weights = load_file(directory / "model.safetensors")
+    generator = torch.Generator().manual_seed(44)
+    weights["lm_head.weight"] = torch.randn(size, HIDDEN_SIZE, generator=generator)
+    # Distance from a token of the drafter to that of the target.
+    weights["d2t"] = torch.arange(size) * (every - 1)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     return directory
 
 

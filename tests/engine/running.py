@@ -16,6 +16,7 @@ from typing import Any
 
 import plain_gdn
 import torch
+from msgspec.structs import asdict
 from oracle import OracleProposer
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
@@ -139,6 +140,7 @@ class Engine:
             }
             arguments["additional_config"] = {"weaver": weaver}
         self.llm = LLM(str(target), **arguments)
+        self.broken = False
         # At its end an engine takes down the process groups, which all engines here share.
         self.llm.llm_engine.engine_core._finalizer.detach()
 
@@ -188,7 +190,17 @@ class Engine:
         return self.run([Arrival(0, p, x) for p, x in zip(prompts, each, strict=True)])
 
     def run(self, arrivals: Sequence[Arrival]) -> list[Output]:
-        """Outputs of requests that join and leave as told, in the order of ``arrivals``."""
+        """Outputs of requests that join and leave as told, in the order of ``arrivals``.
+
+        A request that was aborted has none.
+        """
+        assert not self.broken, "an earlier step of this engine failed"
+        self.broken = True
+        outputs = self._run(arrivals)
+        self.broken = False
+        return outputs
+
+    def _run(self, arrivals: Sequence[Arrival]) -> list[Output]:
         engine = self.llm.llm_engine
         names = [f"r{next(_ids)}" for _ in arrivals]
         outputs: dict[str, Output] = {}
@@ -204,6 +216,7 @@ class Engine:
             engine.abort_request(gone)
             for name in gone:
                 del leaving[name]
+                outputs.pop(name, None)
             for result in engine.step():
                 outputs[result.request_id] = Output.of(result)
             step += 1
@@ -271,7 +284,8 @@ class Plain:
     ) -> list[Output]:
         """Outputs of each prompt; those not yet known are generated in one batch."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else params
-        keys = [(tuple(p), repr(x)) for p, x in zip(prompts, each, strict=True)]
+        # The representation of sampling parameters leaves some of them out.
+        keys = [(tuple(p), repr(asdict(x))) for p, x in zip(prompts, each, strict=True)]
         new = {
             key: (prompt, x)
             for key, prompt, x in zip(keys, prompts, each, strict=True)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import architectures
 import pytest
 import torch
 from running import BUDGET, Engine, Plain, TreeEngine, assert_same, greedy, tokens
@@ -33,6 +34,31 @@ def test_trees_of_the_root_alone_are_plain_decoding(plain: Plain, trees: Any) ->
     trees.oracle.follow(want, "root")
     assert_same(trees.generate(prompts, greedy(10)), want, plain)
     assert trees.stats()["length_histogram"] == [0, 2 * 9, *[0] * DEPTH]
+
+
+def test_drafter_of_a_reduced_vocabulary_drafts_the_targets_tokens(
+    plain_of: Callable[..., Plain], tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    models = {
+        **tiny_models,
+        "dense-dflash8": architectures.reduced_vocabulary(
+            tiny_models["dense-dflash8"], tmp_path, every=4
+        ),
+    }
+    trees = TreeEngine(models, "dense")
+    seen: list[torch.Tensor] = []
+    propose = trees.runner.speculator.propose
+
+    def watched(*args: Any, **kwargs: Any) -> torch.Tensor:
+        seen.append(propose(*args, **kwargs).clone())
+        return seen[-1]
+
+    trees.runner.speculator.propose = watched
+    prompts = [tokens(9, 35)]
+    plain = plain_of("dense")
+    assert_same(trees.generate(prompts, greedy(8)), plain.outputs(prompts, greedy(8)), plain)
+    drafts = torch.cat(seen)
+    assert (drafts % 4 == 0).all() and len(drafts.unique()) > 3
 
 
 def test_chains_are_those_of_vllms_own_dflash(

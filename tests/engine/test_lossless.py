@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from running import (
     sampled,
     tokens,
 )
+from vllm.sampling_params import StructuredOutputsParams
 
 TreesOf = Callable[..., Any]
 
@@ -43,13 +44,35 @@ def joining(trees: Any, plain: Plain) -> None:
         for step, prompt, length in zip((0, 0, 2, 3, 5, 6), prompts, lengths, strict=True)
     ]
     arrivals.append(Arrival(1, tokens(12, 2), greedy(64), leave=4))
-    assert_same(trees.run(arrivals)[:6], want, plain)
+    assert_same(trees.run(arrivals), want, plain)
     stats = trees.stats()
     assert stats["mean_accepted_length"] > 2 and sum(stats["length_histogram"][6:]) > 0
 
 
 def test_greedy_batch_with_requests_joining_and_leaving(plain: Plain, trees: Any) -> None:
     joining(trees, plain)
+
+
+@pytest.fixture
+def sampling_every_node(trees_of: TreesOf, target: str) -> Iterator[Any]:
+    """An engine that samples as on a GPU: every node of a tree, and not its path alone."""
+    trees = trees_of(target, budget=5)
+    sampler = trees.runner.rejection_sampler
+    assert sampler.level_by_level
+    sampler.level_by_level = False
+    yield trees
+    sampler.level_by_level = True
+
+
+def test_sampling_every_node_gives_the_same_tokens(plain: Plain, sampling_every_node: Any) -> None:
+    trees = sampling_every_node
+    prompts = [tokens(6 + i, 3) for i in range(4)]
+    params = [sampled(12, seed=i, **options) for i, options in enumerate(SAMPLERS.values())]
+    params[0] = greedy(12)
+    want = plain.outputs(prompts, params)
+    trees.oracle.follow(want)
+    assert_same(trees.generate(prompts, params), want)
+    assert trees.stats()["mean_accepted_length"] > 1.5
 
 
 def test_asynchronous_scheduling_gives_the_same_tokens(
@@ -62,6 +85,12 @@ def test_asynchronous_scheduling_gives_the_same_tokens(
     params = [sampled(12, seed=i) for i in range(2)]
     prompts = [tokens(6 + i, 3) for i in range(2)]
     assert_same(trees.generate(prompts, params), plain.outputs(prompts, params))
+    # With a grammar the drafts come back to the host between two steps.
+    grammar = StructuredOutputsParams(regex="(if|for) [a-d]{2,9};")
+    params = [greedy(16, structured_outputs=grammar, ignore_eos=False), greedy(16)]
+    want = plain.outputs(prompts, params)
+    trees.oracle.follow(want)
+    assert_same(trees.generate(prompts, params), want)
 
 
 def test_seeded_sampling_gives_plain_samplings_tokens(
@@ -116,6 +145,31 @@ def test_chunked_prefill_beside_decoding_requests(
     trees.oracle.follow(want)
     arrivals = [Arrival(step, p, x) for step, p, x in zip((0, 1, 2), prompts, params, strict=True)]
     assert_same(trees.run(arrivals), want, plain)
+
+
+@pytest.mark.parametrize("room", [0, 1, 5])
+def test_trees_cut_by_the_token_budget(
+    plain: Plain, tiny_models: dict[str, Path], target: str, room: int
+) -> None:
+    """A request gets ``room`` nodes of its tree while two others run, and all of it afterwards."""
+    # Besides its own rows a request with a tree reserves as many for the drafter as nodes.
+    limit = 2 * (2 * BUDGET + 1) + BUDGET + 1 + room
+    trees = TreeEngine(tiny_models, target, max_num_batched_tokens=limit)
+    prompts = [tokens(5 + i, 16) for i in range(3)]
+    params = [greedy(12), greedy(20), greedy(28)]
+    want = plain.outputs(prompts, params)
+    trees.oracle.follow(want)
+    scheduled = []
+    schedule = trees.scheduler.schedule
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        result = schedule(*args, **kwargs)
+        scheduled.extend(result.num_scheduled_tokens.values())
+        return result
+
+    trees.scheduler.schedule = watched
+    assert_same(trees.generate(prompts, params), want, plain)
+    assert 1 + room in scheduled and 1 + BUDGET in scheduled
 
 
 @pytest.mark.parametrize("shape", ["random", "root"])

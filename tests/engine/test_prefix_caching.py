@@ -96,6 +96,21 @@ def test_one_token_tail_of_a_cached_prompt_joins_running_trees(
     assert_same(got, want, plain)
 
 
+def test_prefix_of_a_request_aborted_while_prefilling(
+    plain: Plain, trees_of: Callable[..., Any], target: str
+) -> None:
+    trees = trees_of(target, speculation=DROP, **{**CACHING, "max_num_batched_tokens": 128})
+    prompt = tokens(2 * block_of(trees) + 7, 28)
+    want = plain.outputs([prompt], greedy(8))
+    trees.oracle.follow(want)
+    other = Arrival(0, tokens(6, 28), greedy(6))
+    assert len(trees.run([other, Arrival(0, prompt, greedy(8), leave=1)])) == 1
+    for _ in range(2):
+        got = trees.generate([prompt], greedy(8))
+        assert_same(got, want, plain)
+    assert got[0].cached_tokens > 0
+
+
 def test_default_settings_drop_the_last_cached_block(
     plain: Plain, trees_of: Callable[..., Any], target: str
 ) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PyTorch in place of vLLM's Triton code that the interpreter cannot run.
+"""PyTorch in place of vLLM's Triton code that the interpreter cannot run, or runs too slowly.
 
 A ``vllm.general_plugins`` entry point of the opt-in site directory, so nothing here is loaded on a
 GPU. It uses vLLM's own registry, through which a platform brings implementations of kernels.
@@ -7,23 +7,38 @@ GPU. It uses vLLM's own registry, through which a platform brings implementation
 
 from __future__ import annotations
 
+import ctypes
 import warnings
+from typing import Any
 
 import torch
 
-TOP_K_TOP_P = "vllm.v1.sample.ops.topk_topp_triton.apply_top_k_top_p_triton"
+_ZERO_BLOCKS = "vllm.v1.worker.utils._zero_kv_blocks_kernel"
+_GUMBEL = "vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel"
+_DONE = "vllm.v1.sample.ops.topk_topp_triton.apply_top_k_top_p_triton"
 
 
 def register() -> None:
     """Register the replacements in this process. Idempotent."""
     from vllm.triton_utils import dispatcher
 
-    if torch.cuda.is_available() or TOP_K_TOP_P in dispatcher._registry:
+    if torch.cuda.is_available() or _DONE in dispatcher._registry:
         return
     with warnings.catch_warnings():
         # It looks at every attribute of every module, deprecated ones included.
         warnings.simplefilter("ignore")
-        dispatcher.register_kernels({TOP_K_TOP_P: top_k_top_p})
+        dispatcher.register_kernels(
+            {
+                _DONE: top_k_top_p,
+                _ZERO_BLOCKS: zero_blocks,
+                _GUMBEL: _gumbel_sample(
+                    dispatcher._resolve_kernel(_GUMBEL)[0]._gumbel_sample_kernel
+                ),
+                "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel": (
+                    apply_grammar_bitmask
+                ),
+            }
+        )
 
 
 def top_k_top_p(
@@ -40,3 +55,84 @@ def top_k_top_p(
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     return apply_top_k_top_p_pytorch(logits, k, p, allow_cpu_sync=True)
+
+
+def apply_grammar_bitmask(
+    logits: torch.Tensor,
+    logits_stride: int,
+    logits_indices: torch.Tensor,
+    cu_num_logits: torch.Tensor,
+    bitmask: torch.Tensor,
+    bitmask_stride: int,
+    vocab_size: int,
+    *,
+    MASK_STRIDE: int,
+    **launch: Any,
+) -> None:
+    """Set the logits of tokens that a grammar forbids to -inf, in place.
+
+    The kernel stores under an integer mask, which the interpreter refuses.
+
+    Args:
+        logits: [rows, V].
+        logits_indices: request * MASK_STRIDE + row of the request, for each mask [masks].
+        cu_num_logits: first row of each request, and the number of rows.
+        bitmask: one bit per allowed token, int32 [masks, >= V / 32].
+        vocab_size: V.
+        MASK_STRIDE: see ``logits_indices``.
+        logits_stride, bitmask_stride, launch: of the kernel; not needed.
+    """
+    request, place = logits_indices // MASK_STRIDE, logits_indices % MASK_STRIDE
+    rows = cu_num_logits[request] + place
+    active = rows < cu_num_logits[request + 1]
+    bits = bitmask[: len(rows), :, None] >> torch.arange(32, dtype=torch.int32)
+    forbidden = ((bits & 1) == 0).flatten(1)[active, :vocab_size]
+    rows = rows[active].long()
+    logits[rows] = logits[rows].masked_fill(forbidden, -float("inf"))
+
+
+def zero_blocks(
+    seg_addrs_ptr: torch.Tensor,
+    seg_block_strides_ptr: torch.Tensor,
+    seg_page_sizes_ptr: torch.Tensor,
+    block_ids_ptr: torch.Tensor,
+    BLOCK_SIZE: int,
+) -> None:
+    """Zero cache blocks in every segment; the kernel's own arguments.
+
+    The kernel is one interpreted program per kilobyte: most of the time of a short prompt.
+
+    Args:
+        seg_addrs_ptr: byte address of each segment, int64 [segments].
+        seg_block_strides_ptr, seg_page_sizes_ptr: in 4-byte words, int64 [segments].
+        block_ids_ptr: blocks to zero, int64.
+        BLOCK_SIZE: of the kernel; not needed.
+    """
+    blocks = block_ids_ptr.tolist()
+    columns = (seg_addrs_ptr, seg_block_strides_ptr, seg_page_sizes_ptr)
+    for address, stride, page in zip(*(column.tolist() for column in columns), strict=True):
+        for block in blocks:
+            ctypes.memset(address + 4 * stride * block, 0, 4 * page)
+
+
+def _gumbel_sample(kernel: Any) -> Any:
+    """vLLM's Gumbel-max kernel, with greedy batches, which have no noise, in PyTorch."""
+    names = kernel.arg_names
+
+    def sample(*values: Any, **options: Any) -> None:
+        given = {**dict(zip(names, values, strict=False)), **options}
+        logits, state = given["logits_ptr"], given["expanded_idx_mapping_ptr"].long()
+        # A negative index is a padding row, which the kernel samples greedily too.
+        noisy = (given["temp_ptr"][state.clamp(min=0)] != 0) & (state >= 0)
+        local_max, local_argmax = given["local_max_ptr"], given["local_argmax_ptr"]
+        if given["logits_cache_ptr"] is not None or bool(noisy.any()):
+            kernel[tuple(local_max.shape)](*values, **options)
+            return
+        size, blocks = given["BLOCK_SIZE"], local_max.shape[1]
+        padding = blocks * size - logits.shape[1]
+        padded = torch.nn.functional.pad(logits.float(), (0, padding), value=-torch.inf)
+        best, place = padded.unflatten(1, (blocks, size)).max(-1)
+        local_max.copy_(best)
+        local_argmax.copy_(place + size * torch.arange(blocks))
+
+    return sample

@@ -131,7 +131,10 @@ def run_arm(
 
 
 def best_gap(setting: Setting, prompt: list[int], token: int) -> float:
-    """How far ``token`` is, in log-probability, from plain decoding's best after ``prompt``."""
+    """How far ``token`` is, in log-probability, from plain decoding's best after ``prompt``.
+
+    Of a token that is not among the ten best, the distance of the tenth, which is less.
+    """
     from vllm import SamplingParams
 
     llm = _engine("ar", setting, [prompt], 1)
@@ -142,7 +145,7 @@ def best_gap(setting: Setting, prompt: list[int], token: int) -> float:
     finally:
         del llm
         gc.collect()
-    return max(scores.values()) - scores.get(token, float("-inf"))
+    return max(scores.values()) - scores.get(token, min(scores.values()))
 
 
 def _engine(arm: str, setting: Setting, prompts: list[list[int]], tokens: int) -> Any:
@@ -152,6 +155,7 @@ def _engine(arm: str, setting: Setting, prompts: list[list[int]], tokens: int) -
     options: dict[str, Any] = {
         "model": str(setting.models / "target"),
         "dtype": setting.dtype,
+        "mamba_ssm_cache_dtype": "float32",
         # Room for a whole tree after the last token, so that no tree is cut.
         "max_model_len": longest + tokens + 2 * setting.budget + 2,
         "max_num_seqs": len(prompts),

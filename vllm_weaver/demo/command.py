@@ -20,11 +20,11 @@ def open_console() -> Console:
     try:
         descriptor = sys.stdout.fileno()
     except OSError:
-        return Console(file=sys.stdout, width=_PLAIN_WIDTH)
+        return Console(file=sys.stdout, width=_PLAIN_WIDTH, highlight=False)
     terminal = os.isatty(descriptor)
     width = os.get_terminal_size(descriptor).columns if terminal else _PLAIN_WIDTH
     file = os.fdopen(os.dup(descriptor), "w", encoding="utf-8", buffering=1)
-    return Console(file=file, width=width or _PLAIN_WIDTH)
+    return Console(file=file, width=width or _PLAIN_WIDTH, highlight=False)
 
 
 def run_command(options: DemoOptions, json_path: Path | None) -> bool:

@@ -108,7 +108,7 @@ class WeaverOptions:
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            if value is None:
+            if value is None and name != "children":
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise WeaverConfigError(

@@ -21,8 +21,6 @@ from vllm_weaver.engine import compat
 from vllm_weaver.engine.attention import TreeBuilderMixin, TreeMetadata, rest_of_batch
 from vllm_weaver.engine.config import WeaverConfigError, requested
 from vllm_weaver.ops import (
-    ConvStash,
-    GdnStash,
     causal_conv1d_prefill,
     causal_conv1d_tree,
     conv_commit,
@@ -100,7 +98,8 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         # Read by methods that the base class calls while it builds itself.
         object.__setattr__(self, "trees", requested(vllm_config))
         super().__init__(config, vllm_config, *args, **kwargs)
-        self._pending: tuple[TreeGDNMetadata, ConvStash, GdnStash] | None = None
+        # Metadata, convolution stash and recurrence stash of the trees verified last.
+        self._pending: tuple[TreeGDNMetadata, Any, Any] | None = None
         if self.trees:
             self.enable_fused_gdn_spec_decode = False
             if self.get_state_dtype()[1] != torch.float32:

@@ -7,6 +7,7 @@ marginals instead of its argmax; hands them to the :class:`~vllm_weaver.engine.p
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -169,8 +170,9 @@ class WeaverSpeculator(DFlashSpeculator):
             state.chain_only[slots],
         )
         if self.options.check_ranks:
-            for name, part in vars(tree).items():
-                compat.require_same_on_all_ranks(part, f"trees ({name})")
+            for field in dataclasses.fields(tree):
+                part = getattr(tree, field.name)
+                compat.require_same_on_all_ranks(part, f"trees ({field.name})")
         state.trees.store(slots, tree)
         tokens.copy_(tree.tokens[:, 1:])
         return tokens
