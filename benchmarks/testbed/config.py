@@ -65,7 +65,7 @@ class Stage:
     """One training stage: `steps` optimiser steps at these peak learning rates."""
 
     steps: int
-    rows: int  # per step: of text (target), of each group (drafter), blocks (adapter)
+    rows: int  # per step: rows of text (target), blocks (drafter, adapter)
     muon_lr: float
     adam_lr: float
     warmup: float = 0.02
@@ -80,6 +80,7 @@ class Group:
     rows: int  # of the target's own text, as many from each prefix
     prefixes: tuple[int, ...]  # source tokens that start such a row
     text_rows: int  # of source text
+    step_rows: int  # in a step of the drafter's training
     blocks: int  # the adapter's blocks per row
 
 
@@ -94,7 +95,6 @@ class Size:
     train_adapter: Stage
     sequence: int  # tokens in a row of the target's training
     groups: tuple[Group, ...]
-    drafter_blocks: int  # blocks per step of the drafter's training
     eval_prompts: int
     eval_context: int
     eval_tokens: int
@@ -123,14 +123,14 @@ NANO = Size(
     drafter=DrafterShape(layers=4, mlp=384, target_layers=(1, 3, 5, 6)),
     adapter=AdapterShape(rank=256, heads=4, mlp=1536, pool=256),
     train_target=Stage(steps=2600, rows=64, muon_lr=0.02, adam_lr=3e-3),
-    train_drafter=Stage(steps=4000, rows=32, muon_lr=0.012, adam_lr=2e-3),
+    train_drafter=Stage(steps=4000, rows=1536, muon_lr=0.012, adam_lr=2e-3),
     train_adapter=Stage(steps=9000, rows=3072, muon_lr=0.01, adam_lr=1e-3),
     sequence=1024,
     groups=(
-        Group(length=384, rows=36864, prefixes=(128, 192, 256), text_rows=9216, blocks=32),
-        Group(length=192, rows=36864, prefixes=(32, 64, 96), text_rows=0, blocks=20),
+        Group(384, rows=36864, prefixes=(128, 192, 256), text_rows=0, step_rows=32, blocks=32),
+        Group(192, rows=36864, prefixes=(32, 64, 96), text_rows=0, step_rows=28, blocks=20),
+        Group(1024, rows=0, prefixes=(), text_rows=3072, step_rows=2, blocks=128),
     ),
-    drafter_blocks=1536,
     eval_prompts=256,
     eval_context=192,
     eval_tokens=128,
@@ -156,14 +156,14 @@ BENCH = Size(
     drafter=DrafterShape(layers=4, mlp=2048, target_layers=(1, 4, 7, 10)),
     adapter=AdapterShape(rank=512, heads=4, mlp=1024, pool=256),
     train_target=Stage(steps=2000, rows=32, muon_lr=0.02, adam_lr=3e-3),
-    train_drafter=Stage(steps=2500, rows=32, muon_lr=0.012, adam_lr=2e-3),
+    train_drafter=Stage(steps=2500, rows=1536, muon_lr=0.012, adam_lr=2e-3),
     train_adapter=Stage(steps=5000, rows=2048, muon_lr=0.01, adam_lr=1e-3),
     sequence=1024,
     groups=(
-        Group(length=384, rows=12288, prefixes=(128, 192, 256), text_rows=3072, blocks=32),
-        Group(length=192, rows=12288, prefixes=(32, 64, 96), text_rows=0, blocks=20),
+        Group(384, rows=12288, prefixes=(128, 192, 256), text_rows=0, step_rows=32, blocks=32),
+        Group(192, rows=12288, prefixes=(32, 64, 96), text_rows=0, step_rows=28, blocks=20),
+        Group(1024, rows=0, prefixes=(), text_rows=1024, step_rows=2, blocks=128),
     ),
-    drafter_blocks=1536,
     eval_prompts=128,
     eval_context=192,
     eval_tokens=128,
@@ -177,14 +177,14 @@ TOY = Size(
     drafter=DrafterShape(layers=2, mlp=128, target_layers=(1, 3, 6)),
     adapter=AdapterShape(rank=64, heads=2, mlp=128, pool=64),
     train_target=Stage(steps=60, rows=8, muon_lr=0.02, adam_lr=3e-3),
-    train_drafter=Stage(steps=20, rows=4, muon_lr=0.012, adam_lr=2e-3),
+    train_drafter=Stage(steps=20, rows=32, muon_lr=0.012, adam_lr=2e-3),
     train_adapter=Stage(steps=20, rows=48, muon_lr=0.01, adam_lr=1e-3),
     sequence=128,
     groups=(
-        Group(length=64, rows=16, prefixes=(16, 32), text_rows=4, blocks=4),
-        Group(length=48, rows=16, prefixes=(8, 16), text_rows=0, blocks=3),
+        Group(64, rows=16, prefixes=(16, 32), text_rows=0, step_rows=4, blocks=4),
+        Group(48, rows=16, prefixes=(8, 16), text_rows=0, step_rows=4, blocks=3),
+        Group(96, rows=0, prefixes=(), text_rows=8, step_rows=1, blocks=4),
     ),
-    drafter_blocks=32,
     eval_prompts=4,
     eval_context=32,
     eval_tokens=16,

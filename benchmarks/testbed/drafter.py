@@ -111,7 +111,7 @@ def _loss(size: Size, model: Any, packed: dict[str, Tensor]) -> tuple[Tensor, di
         **packed,
         loss_config=resolve_loss_config("kl_div", "eager"),
         gamma=_GAMMA,
-        max_anchors=size.drafter_blocks,
+        max_anchors=size.train_drafter.rows,
         per_position_loss_weight="fixed-exp-decay",
     )
     return loss, metrics
@@ -143,11 +143,11 @@ def train_drafter(
     log: Callable[[str], None],
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     model = new_speculator(size, target_directory, device, dtype)
-    stage = size.train_drafter
+    stage, rows = size.train_drafter, [group.step_rows for group in size.groups]
     optimiser = Optimiser([(n, p) for n, p in model.named_parameters() if p.requires_grad], stage)
 
     def loss_of(progress: float) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = _loss(size, model, states.draw(stage.rows))
+        loss, metrics = _loss(size, model, states.draw(rows))
         length = metrics["eal_sum"] / metrics["eal_total"].clamp(min=1)
         return loss, {"expected_accepted_length": length}
 

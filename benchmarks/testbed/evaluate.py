@@ -28,13 +28,11 @@ from .drafter import Drafter
 from .target import Target
 
 BUDGETS = (15, 31, 63)
-_BLOCKS_AT_ONCE = {"cpu": 2048, "cuda": 8192}
+_BLOCKS_AT_ONCE = {"cpu": 2048, "cuda": 4096}
 _RESAMPLES = 2000
 # Children of a node on the frontier: the method's 8, and more, which pays where the target's
 # distribution is wide.
 _CHILDREN, _WIDE_CHILDREN = 8, 32
-# Texts that a given prompt is continued with at temperature 1.
-_SAMPLES = 16
 
 
 @torch.no_grad()
@@ -76,7 +74,7 @@ def write(
     block: int,
     temperature: int,
     generator: torch.Generator,
-    samples: int = 1,
+    samples: int,
 ) -> list[Text]:
     """Continue prompts, each [B, context], greedily or, `samples` times, at temperature 1."""
     texts, count = [], 0
@@ -163,49 +161,29 @@ def evaluate(
     size: Size,
     target: Target,
     models: dict[str, tuple[Drafter, WeaverAdapter]],
-    stream: Tensor,
-    given: Sequence[Tensor],
-    given_tokens: int,
+    prompts: Sequence[Tensor],
+    tokens: int,
     *,
+    samples: int = 1,
     seed: int = 0,
     log: Callable[[str], None] = print,
 ) -> dict[str, dict[str, Any]]:
-    """For each of `models`, on the same texts: `{"T0": {...}, "T1": {...}, "held_out_ce": ...}`.
+    """For each of `models`, on the same texts: `{"prompts": ..., "T0": {...}, "T1": {...}}`.
 
-    Texts continue windows of the held-out `stream`, and, under "given", the prompts `given`
-    (each [1, length]) for `given_tokens` tokens.
+    The texts continue each of `prompts`, [B, length], by `tokens`; at temperature 1, `samples`
+    times.
     """
-    rows = 64 if size.eval_prompts > 16 else 16
-    facts = {
-        "held_out_ce": round(cross_entropy(target, stream, size.sequence, rows), 4),
-        "prompts": size.eval_prompts,
-        "context": size.eval_context,
-        "tokens": size.eval_tokens,
-    }
-    few = {"prompts": len(given), "tokens": given_tokens, "samples_at_T1": _SAMPLES}
-    results: dict[str, dict[str, Any]] = {
-        name: {**facts, **({"given": {**few}} if given else {})} for name in models
-    }
-    block = size.drafter.block
+    facts = {"prompts": sum(len(p) for p in prompts), "tokens": tokens, "samples": samples}
+    results: dict[str, dict[str, Any]] = {name: {**facts} for name in models}
     for temperature in (0, 1):
-        generator = torch.Generator(stream.device).manual_seed(seed)
-        prompts = [prompts_of(stream, size)]
-        texts = write(target, prompts, size.eval_tokens, block, temperature, generator)
-        sets = {"": texts}
-        if given:
-            sets["given"] = write(
-                target, given, given_tokens, block, temperature, generator, _SAMPLES
-            )
-        for kind, chosen in sets.items():
-            for name, (drafter, adapter) in models.items():
-                figures = _figures(size, target, drafter, adapter, chosen)
-                place = results[name][kind] if kind else results[name]
-                place[f"T{temperature}"] = figures
-                means = {k: v["tokens_per_pass"] for k, v in figures["arms"].items()}
-                title = f"evaluate {name} {kind or 'held out'} T={temperature}"
-                log(f"{title}: {means}")
-                shown = {k: v["ratio"] for k, v in figures["ratios"].items()}
-                log(f"{title}: {shown}")
+        generator = torch.Generator(prompts[0].device).manual_seed(seed)
+        texts = write(target, prompts, tokens, size.drafter.block, temperature, generator, samples)
+        for name, (drafter, adapter) in models.items():
+            figures = _figures(size, target, drafter, adapter, texts)
+            results[name][f"T{temperature}"] = figures
+            means = {k: v["tokens_per_pass"] for k, v in figures["arms"].items()}
+            log(f"evaluate {name} T={temperature}: {means}")
+            log(f"evaluate {name} T={temperature}: {figures['ratios']}")
     return results
 
 

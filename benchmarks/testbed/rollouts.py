@@ -78,6 +78,8 @@ def main() -> None:
     stream = torch.from_numpy(np.load(arguments.work / "train.npy").astype(np.int32)).to(device)
     torch.manual_seed(arguments.seed + 1)
     for i, group in enumerate(size.groups):
+        if not group.rows:
+            continue
         ids, start = generate(target, stream, group)
         np.savez(
             arguments.work / f"rollouts{i}.npz",

@@ -109,8 +109,7 @@ class TextStates:
             "position_ids": torch.cat(positions)[None],
         }
 
-    def draw(self, rows: int) -> dict[str, Tensor]:
-        """`rows` random rows of each group, packed."""
-        return self.pack(
-            [torch.randint(len(g.ids), (rows,), device=self.device) for g in self.groups]
-        )
+    def draw(self, rows: Sequence[int]) -> dict[str, Tensor]:
+        """`rows[g]` random rows of each group g, packed."""
+        counts = zip(self.groups, rows, strict=True)
+        return self.pack([torch.randint(len(g.ids), (n,), device=self.device) for g, n in counts])

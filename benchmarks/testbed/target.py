@@ -251,7 +251,7 @@ class GdnBlock(_Block):
     def prefill(self, x: Tensor, cos: Tensor, sin: Tensor, room: int) -> tuple[Tensor, Any]:
         q, k, v, g, beta, z, raw = self._inputs(x, None)
         o, state = gdn.chunked(q, k, v, g, beta)
-        return self._outputs(x, o, z), (raw[:, 1 - self.shape.conv :], state)
+        return self._outputs(x, o, z), (raw[:, 1 - self.shape.conv :].contiguous(), state)
 
     def step(
         self, x: Tensor, cos: Tensor, sin: Tensor, cache: Any, position: int

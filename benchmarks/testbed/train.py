@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -38,7 +39,7 @@ from vllm_weaver.adapter import save as save_adapter
 from . import drafter as drafting
 from . import export, gdn, weaver
 from .config import SIZES, SPECIAL_TOKENS, Size
-from .evaluate import evaluate
+from .evaluate import cross_entropy, evaluate, prompts_of
 from .optim import Optimiser, train
 from .rollouts import windows
 from .states import Rows, TextStates
@@ -46,10 +47,10 @@ from .target import RUNTIME, Target, linear, piece
 
 STAGES = ("target", "drafter", "adapter", "evaluate")
 # With `--within`: seconds that later stages need, and the drafter's share of what is left.
-_AFTER_DRAFTER_S, _AFTER_ADAPTER_S = 65.0, 45.0
-_DRAFTER_SHARE = 0.57
-# Of a given prompt: tokens to continue it with.
-_GIVEN_TOKENS = 64
+_AFTER_DRAFTER_S, _AFTER_ADAPTER_S = 75.0, 55.0
+_DRAFTER_SHARE = 0.6
+# Of a given prompt: tokens to continue it with, and how often at temperature 1.
+_GIVEN_TOKENS, _GIVEN_SAMPLES = 64, 16
 # bfloat16 inputs: the two forms differ by a percent or so; a wrong kernel by far more.
 _MOST_RULE_ERROR = 0.08
 
@@ -82,6 +83,7 @@ class Run:
         self.limits = {name: float(value) for name, value in limits}
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.start = time.time()
+        self.compile_adapter = self.device == "cuda"
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.record: dict[str, Any] = {
             "command": " ".join(["python -m benchmarks.testbed.train", *sys.argv[1:]]),
@@ -91,6 +93,7 @@ class Run:
             if self.device == "cuda"
             else platform.processor(),
             "torch": torch.__version__,
+            "config": json.loads(json.dumps(self.size, default=vars)),
             "stages": {},
         }
         self.out.mkdir(parents=True, exist_ok=True)
@@ -178,13 +181,15 @@ def load_rollouts(run: Run, process: subprocess.Popen[bytes], stream: Tensor) ->
     torch.manual_seed(run.seed + 2)
     groups = []
     for i, group in enumerate(run.size.groups):
-        with np.load(run.work / f"rollouts{i}.npz") as own:
-            ids, start = (torch.from_numpy(own[k].astype(np.int32)) for k in ("ids", "start"))
         text = windows(stream, group.text_rows, group.length).int()
-        begin = torch.full((len(text),), run.size.drafter.block, device=run.device)
-        ids = torch.cat([ids.to(run.device), text])
-        groups.append(Rows(ids, torch.cat([start.to(run.device), begin])))
-        run.log(f"rollouts: {tuple(ids.shape)}, of them source text: {len(text)}")
+        rows = Rows(text, torch.full((len(text),), run.size.drafter.block, device=run.device))
+        if group.rows:
+            with np.load(run.work / f"rollouts{i}.npz") as own:
+                ids, start = (own[k].astype(np.int32) for k in ("ids", "start"))
+            rows.ids = torch.cat([torch.from_numpy(ids).to(run.device), rows.ids])
+            rows.start = torch.cat([torch.from_numpy(start).to(run.device), rows.start])
+        groups.append(rows)
+        run.log(f"rows: {tuple(rows.ids.shape)}, of them source text: {len(text)}")
     return groups
 
 
@@ -245,15 +250,14 @@ def warm_up_target(run: Run) -> None:
 def warm_up_drafts(run: Run, target: Target, directory: Path) -> None:
     """Compile the drafter's and the adapter's step on random tokens; fail early if need be."""
     size, shape = run.size, run.size.drafter
-    rows = size.train_drafter.rows
+    low, high = len(SPECIAL_TOKENS), size.target.vocab
+    rows = [group.step_rows for group in size.groups]
     random = [
         Rows(
-            torch.randint(
-                len(SPECIAL_TOKENS), size.target.vocab, (rows, g.length), device=run.device
-            ),
-            torch.full((rows,), shape.block, device=run.device),
+            torch.randint(low, high, (n, group.length), device=run.device),
+            torch.full((n,), shape.block, device=run.device),
         )
-        for g in size.groups
+        for n, group in zip(rows, size.groups, strict=True)
     ]
     if "drafter" in run.stages:
         states = TextStates(target, random, shape.target_layers, shape.block, run.dtype)
@@ -267,10 +271,13 @@ def warm_up_drafts(run: Run, target: Target, directory: Path) -> None:
             drafting.try_step(size, directory, packed, run.device, run.dtype)
         run.log("warm-up: drafter compiled")
     if "adapter" in run.stages:
-        # From here on whatever does not compile runs as it is: slower, and with the same result.
-        torch._dynamo.config.suppress_errors = True
-        with compiled(run.device == "cuda"):
-            weaver.try_step(size, target, run.device, run.dtype)
+        try:
+            with compiled(run.compile_adapter):
+                weaver.try_step(size, target, run.device, run.dtype)
+        except Exception:  # whatever a compiler raises, the plain step still trains, slowly
+            run.log("warm-up: compiled adapter failed, plain steps instead")
+            traceback.print_exc()
+            run.compile_adapter = False
         run.log("warm-up: adapter compiled")
 
 
@@ -301,6 +308,34 @@ def train_target(run: Run, data: dict[str, Tensor]) -> None:
     record["tokens"] = record["steps"] * stage.rows * size.sequence
     export.save_target(target, run.work / "tokenizer.json", run.out / "target")
     run.finish("target", record, run.out / "target")
+
+
+def adapter_record(run: Run, steps: int) -> dict[str, Any]:
+    """What the adapter's file says of its training and of the models that it belongs to."""
+    size = run.size
+
+    def digest(name: str) -> str:
+        weights = run.model_directory(name) / "model.safetensors"
+        return hashlib.sha256(weights.read_bytes()).hexdigest()
+
+    return {
+        "trained_by": f"benchmarks.testbed.train --size {size.name} --seed {run.seed}",
+        "steps": steps,
+        "blocks_per_step": size.train_adapter.rows,
+        "target": {
+            "weights_sha256": digest("target"),
+            "architecture": "Qwen3_5ForCausalLM",
+            "hidden_size": size.target.width,
+            "layers": size.target.layers,
+            "vocab_size": size.target.vocab,
+        },
+        "drafter": {
+            "weights_sha256": digest("drafter"),
+            "architecture": "DFlashDraftModel",
+            "block_size": size.drafter.block,
+            "target_layer_ids": list(size.drafter.target_layers),
+        },
+    }
 
 
 def train_drafts(
@@ -334,11 +369,11 @@ def train_drafts(
         )
         blocks = weaver.draft_blocks(size, target, drafter, states)
         run.log(f"drafter's states of {len(blocks.anchors)} blocks")
-        with compiled(device == "cuda"):
+        with compiled(run.compile_adapter):
             adapter, record = weaver.train_adapter(
                 size, target, blocks, device, seconds=run.seconds_of("adapter"), log=run.log
             )
-        metadata = {"trained_by": "benchmarks.testbed", "size": size.name, "steps": record["steps"]}
+        metadata = adapter_record(run, record["steps"])
         save_adapter(adapter, run.out / "adapter", dtype=torch.bfloat16, metadata=metadata)
         run.finish("adapter", record, run.out / "adapter")
 
@@ -363,13 +398,32 @@ def evaluate_models(run: Run, target: Target, directory: Path, heldout: Tensor) 
         for name, place in places.items()
     }
     started = time.time()
-    prompts = load_prompts(run, directory / "tokenizer.json")
-    results = evaluate(
-        size, target, models, heldout, prompts, _GIVEN_TOKENS, seed=run.seed, log=run.log
+    rows = 64 if size.eval_prompts > 16 else 16
+    facts = {
+        "held_out_ce": round(cross_entropy(target, heldout, size.sequence, rows), 4),
+        "context": size.eval_context,
+    }
+    windows_of = [prompts_of(heldout, size)]
+    held_out = evaluate(
+        size, target, models, windows_of, size.eval_tokens, seed=run.seed, log=run.log
     )
-    run.record["evaluation"] = results.pop("trained")
-    if results:
-        run.record["evaluation_of_earlier"] = results.pop("earlier")
+    record = run.record["evaluation"] = {k: {**facts, **v} for k, v in held_out.items()}
+    run.save_record()
+    given = load_prompts(run, directory / "tokenizer.json")
+    if given:
+        run.log(f"given prompts: {len(given)}")
+        found = evaluate(
+            size,
+            target,
+            models,
+            given,
+            _GIVEN_TOKENS,
+            samples=_GIVEN_SAMPLES,
+            seed=run.seed,
+            log=run.log,
+        )
+        for name, figures in found.items():
+            record[name]["given_prompts"] = figures
     run.record["stages"]["evaluate"] = {"seconds": round(time.time() - started, 1)}
 
 
