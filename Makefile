@@ -8,7 +8,7 @@ ARGS ?=
 
 BIN := $(VENV)/bin
 SETUP := $(PYTHON) tools/setup_env.py --venv $(VENV)
-DEV := dev,ray
+DEV := dev,ray,train
 
 .PHONY: help setup demo test lint types clean
 .DEFAULT_GOAL := help

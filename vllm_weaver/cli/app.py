@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commands of ``vllm-weaver``: options, exit codes, one line for what went wrong.
 
-Imports Typer alone; each command imports what it needs when it runs.
+Imports Typer alone; each command imports what it needs when it runs. Those for making adapters are
+in `training`.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from vllm_weaver.cli import training
+
 app = typer.Typer(
     name="vllm-weaver",
     help="Lossless tree speculative decoding for Gated DeltaNet language models, in vLLM.",
@@ -22,6 +25,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
+
+training.register(app)
 
 
 def _fail(message: str) -> NoReturn:

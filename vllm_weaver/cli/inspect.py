@@ -16,7 +16,8 @@ def inspect_adapter(path: str, target: Path | None, drafter: Path | None) -> dic
     """Load an adapter, check it against its companions, and describe it.
 
     Args:
-        path: a file, a directory, or ``org/repository:file`` on the Hugging Face hub.
+        path: a file, a directory (ours, or speculators' with the adapter in it), or
+            ``org/repository:file`` on the Hugging Face hub.
         target: directory of the target model.
         drafter: directory of the DFlash drafter.
 
@@ -26,6 +27,9 @@ def inspect_adapter(path: str, target: Path | None, drafter: Path | None) -> dic
     from vllm_weaver.adapter import AdapterError, describe, load
     from vllm_weaver.engine.config import WeaverConfigError
     from vllm_weaver.engine.proposer import adapter_path
+    from vllm_weaver.train.convert import adapter_in
+    from vllm_weaver.train.drafter import DrafterFacts
+    from vllm_weaver.train.errors import TrainError
 
     wanted: dict[str, Any] = {}
     fits = {}
@@ -35,22 +39,19 @@ def inspect_adapter(path: str, target: Path | None, drafter: Path | None) -> dic
         wanted["vocab_size"] = _whole_number(config, "vocab_size", target)
         fits["fits_target"] = f"yes ({target})"
     if drafter is not None:
-        config = _text_config(drafter)
-        wanted["depth"] = _whole_number(config, "block_size", drafter) - 1
-        width = _whole_number(config, "hidden_size", drafter)
-        if wanted.setdefault("target_width", width) != width:
+        try:
+            facts = DrafterFacts.read(str(drafter))
+        except TrainError as error:
+            raise InspectError(str(error)) from error
+        wanted["depth"] = facts.depth
+        if wanted.setdefault("target_width", facts.width) != facts.width:
             raise InspectError(
-                f"{drafter} has hidden_size {width}, {target} {wanted['target_width']}: use the "
-                "drafter that was trained for this target"
-            )
-        dflash = config.get("dflash_config") or {}
-        if dflash.get("mask_token_id", config.get("mask_token_id")) is None:
-            raise InspectError(
-                f"{drafter}/config.json names no dflash_config.mask_token_id: use a DFlash drafter"
+                f"{drafter} has hidden_size {facts.width}, {target} {wanted['target_width']}: use "
+                "the drafter that was trained for this target"
             )
         fits["fits_drafter"] = f"yes ({drafter})"
     try:
-        local = adapter_path(path)
+        local = adapter_in(adapter_path(path))
         adapter = load(local, **wanted)
     except (AdapterError, WeaverConfigError) as error:
         raise InspectError(str(error)) from error
