@@ -196,6 +196,10 @@ REFUSED: dict[str, tuple[Callable[[Case], Any], list[str]]] = {
         lambda c: c.options.update(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker"),
         ["worker_cls is 'vllm.v1.worker.cpu_worker.CPUWorker'", "leave worker_cls at its default"],
     ),
+    "convolution rows of another type": (
+        lambda c: c.options.update(mamba_cache_dtype="float16"),
+        ["mamba_cache_dtype is 'float16'", "leave it at 'auto'"],
+    ),
     "state that is not float32": (
         lambda c: (
             setattr(c, "target", c.models["hybrid"]),

@@ -285,6 +285,12 @@ def _feature_problems(config: Any) -> Iterator[str]:
             f"mamba_ssm_cache_dtype is {state_dtype!r}; a path is committed exactly in a float32 "
             "state: pass --mamba-ssm-cache-dtype float32"
         )
+    conv_dtype = cache.mamba_cache_dtype
+    if conv_dtype != "auto" and f"torch.{conv_dtype}" != str(model.dtype):
+        yield (
+            f"mamba_cache_dtype is {conv_dtype!r}; a tree's rows are not rounded before they are "
+            "committed: leave it at 'auto'"
+        )
     if getattr(cache, "kv_sharing_fast_prefill", False):
         yield "kv_sharing_fast_prefill is on; it skips rows of the tree: switch it off"
     if not config.use_v2_model_runner:
