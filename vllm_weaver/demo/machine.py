@@ -69,7 +69,7 @@ def hardware() -> dict[str, object]:
 def provenance() -> dict[str, object]:
     """Everything to write beside a result."""
     return {
-        "command": sys.argv,
+        "command": [Path(sys.argv[0]).name, *sys.argv[1:]],
         "commit": commit(),
         "versions": versions(),
         "hardware": hardware(),

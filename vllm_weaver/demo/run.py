@@ -146,7 +146,7 @@ class Report:
             **provenance(),
             "setting": {
                 **asdict(self.setting),
-                "models": str(self.setting.models),
+                "models": "packaged" if self.setting.models == MODELS else str(self.setting.models),
                 "dtype": self.setting.dtype,
             },
             "prompts": [
