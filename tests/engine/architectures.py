@@ -14,6 +14,14 @@ from safetensors.torch import load_file, save_file
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
 
+#: Of the multimodal model: they take its last token ids, in this order.
+VISION_TOKENS = {
+    "image_token_id": "<|image_pad|>",
+    "video_token_id": "<|video_pad|>",
+    "vision_start_token_id": "<|vision_start|>",
+    "vision_end_token_id": "<|vision_end|>",
+}
+
 
 def _hybrid_config(head_dim: int) -> dict[str, Any]:
     heads, kv_heads, attention_dim = HYBRID_HEADS
@@ -67,12 +75,12 @@ def next_hybrid(root: Path, tokenizer: Path) -> Path:
 
 def multimodal_hybrid(root: Path, tokenizer: Path) -> Path:
     """Qwen3.5 with a vision tower, the class of the public checkpoints."""
-    from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration
+    from transformers import AutoTokenizer, Qwen3_5Config, Qwen3_5ForConditionalGeneration
 
     directory = root / "multimodal"
     text = _hybrid_config(64)
     text["rope_parameters"] = {**_ROPE, "mrope_section": [3, 3, 2], "mrope_interleaved": True}
-    special = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    ids = {name: VOCAB_SIZE - 4 + i for i, name in enumerate(VISION_TOKENS)}
     config = Qwen3_5Config(
         text_config=text,
         vision_config={
@@ -83,7 +91,7 @@ def multimodal_hybrid(root: Path, tokenizer: Path) -> Path:
             "out_hidden_size": text["hidden_size"],
             "num_position_embeddings": 64,
         },
-        **{name: VOCAB_SIZE - 4 + i for i, name in enumerate(special)},
+        **ids,
         tie_word_embeddings=False,
     )
     _save_target(Qwen3_5ForConditionalGeneration(config), directory, seed=43)
@@ -100,7 +108,12 @@ def multimodal_hybrid(root: Path, tokenizer: Path) -> Path:
         name = {"image": "Qwen2VLImageProcessorFast", "video": "Qwen3VLVideoProcessor"}[kind]
         values = {f"{kind}_processor_type": name, **vision}
         (directory / f"{file}_config.json").write_text(json.dumps(values))
-    return _finish(directory, tokenizer)
+    _finish(directory, tokenizer)
+    words = AutoTokenizer.from_pretrained(directory)
+    unused = [f"<|unused{i}|>" for i in range(len(words), min(ids.values()))]
+    words.add_tokens([*unused, *VISION_TOKENS.values()], special_tokens=True)
+    words.save_pretrained(directory)
+    return directory
 
 
 def copy_of(source: Path, root: Path) -> Path:

@@ -10,8 +10,20 @@ from pathlib import Path
 from typing import Any
 
 import architectures
+import numpy as np
 import pytest
-from running import Engine, Plain, TreeEngine, assert_same, greedy, sampled, tokens
+from PIL import Image
+from running import (
+    VOCAB_SIZE,
+    Engine,
+    Output,
+    Plain,
+    TreeEngine,
+    assert_same,
+    greedy,
+    sampled,
+    tokens,
+)
 
 from vllm_weaver.engine.config import SUPPORTED_ARCHITECTURES
 
@@ -63,11 +75,9 @@ def drafted(models: dict[str, Path], target: Path, **options: Any) -> TreeEngine
 def test_other_hybrid_classes_are_lossless(
     tiny_models: dict[str, Path], tmp_path: Path, name: str
 ) -> None:
-    if name == "Qwen3NextForCausalLM" and ALONE not in os.environ:
-        run_alone(f"test_other_hybrid_classes_are_lossless[{name}]")
-        return
     target = OTHERS[name](tmp_path, tiny_models["tokenizer"])
-    options = {"limit_mm_per_prompt": {"image": 0, "video": 0}} if "Conditional" in name else {}
+    multimodal = "ConditionalGeneration" in name
+    options = {"limit_mm_per_prompt": {"image": 1, "video": 0}} if multimodal else {}
     plain = Plain(Engine(target, **options))
     trees = drafted(tiny_models, target, **options)
     assert trees.llm.llm_engine.model_config.architecture == name
@@ -76,6 +86,23 @@ def test_other_hybrid_classes_are_lossless(
     want = plain.outputs(prompts, params)
     trees.oracle.follow(want)
     assert_same(trees.generate(prompts, params), want, plain)
+    assert trees.stats()["mean_accepted_length"] > 2
+    if multimodal:
+        assert_lossless_after_an_image(plain.engine, trees)
+
+
+def assert_lossless_after_an_image(plain: Engine, trees: TreeEngine) -> None:
+    """Positions on three axes lag behind the tokens there; a tree's depths add to all of them."""
+    pixels = np.random.default_rng(0).integers(0, 255, (64, 96, 3), dtype=np.uint8)
+    image, _, start, end = range(VOCAB_SIZE - 4, VOCAB_SIZE)
+    prompt = {
+        "prompt_token_ids": [*tokens(6, 42), start, image, end, *tokens(7, 43)],
+        "multi_modal_data": {"image": Image.fromarray(pixels)},
+    }
+    want = Output.of(plain.llm.generate(prompt, greedy(20), use_tqdm=False)[0])
+    assert want.prompt.count(image) == 6
+    trees.oracle.follow([want])
+    assert_same([Output.of(trees.llm.generate(prompt, greedy(20), use_tqdm=False)[0])], [want])
     assert trees.stats()["mean_accepted_length"] > 2
 
 
