@@ -16,6 +16,9 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm_weaver.engine.step import TreeStep
 from vllm_weaver.ops import tree_attention
 
+# Base of the mixins, whose methods come from the class that they are mixed into.
+_Mixed: Any = object
+
 
 @dataclass
 class TreeMetadata:
@@ -46,6 +49,38 @@ class TreeBuilderMixin:
         """The step to build for, once."""
         step, self.tree_step = self.tree_step, None
         return step
+
+
+class TreeAttentionBuilderMixin(TreeBuilderMixin, _Mixed):
+    """Mixed into the metadata builders of attention layers."""
+
+    def build(
+        self,
+        common_prefix_len: int,
+        common_attn_metadata: CommonAttentionMetadata,
+        fast_build: bool = False,
+    ) -> Any:
+        """Build for the whole batch, or for its trees and for the rest apart."""
+        step = self.take_step()
+        if step is None:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        rest = rest_of_batch(common_attn_metadata, step)
+        n = step.num_requests
+        return TreeMetadata(
+            step=step,
+            block_table=common_attn_metadata.block_table_tensor[:n],
+            linear=None if rest is None else super().build(0, rest, fast_build),
+            seq_lens=common_attn_metadata.seq_lens[:n],
+        )
+
+
+class TreeAttentionImplMixin(_Mixed):
+    """Mixed into the implementations of attention layers."""
+
+    def cache_views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [blocks, block_size, HKV, D_h] of a cache [blocks, HKV, block, 2 D_h]."""
+        rows = kv_cache.transpose(1, 2)
+        return rows[..., : self.head_size], rows[..., self.head_size :]
 
 
 def rest_of_batch(

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from vllm.config import get_current_vllm_config
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.cpu_attn import (
     CPUAttentionBackend,
     CPUAttentionBackendImpl,
@@ -22,49 +21,25 @@ from vllm.v1.attention.backends.cpu_attn import (
 )
 
 from vllm_weaver.engine.attention import (
-    TreeBuilderMixin,
+    TreeAttentionBuilderMixin,
+    TreeAttentionImplMixin,
     TreeMetadata,
     attend_trees,
-    rest_of_batch,
 )
 from vllm_weaver.engine.compat import is_draft_layer
 from vllm_weaver.engine.config import requested
 
 
-class TreeCPUMetadataBuilder(TreeBuilderMixin, CPUAttentionMetadataBuilder):
+class TreeCPUMetadataBuilder(TreeAttentionBuilderMixin, CPUAttentionMetadataBuilder):
     """vLLM's metadata, and the trees beside it where the batch carries some."""
 
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> Any:
-        """Build for the whole batch, or for its trees and for the rest apart."""
-        step = self.take_step()
-        if step is None:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        rest = rest_of_batch(common_attn_metadata, step)
-        n = step.num_requests
-        return TreeMetadata(
-            step=step,
-            block_table=common_attn_metadata.block_table_tensor[:n],
-            linear=None if rest is None else super().build(0, rest, fast_build),
-            seq_lens=common_attn_metadata.seq_lens[:n],
-        )
 
-
-class TreeCPUAttentionImpl(CPUAttentionBackendImpl):
+class TreeCPUAttentionImpl(TreeAttentionImplMixin, CPUAttentionBackendImpl):
     """Attention of one layer."""
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.plain_cache = requested(get_current_vllm_config())
-
-    def cache_views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [blocks, block_size, HKV, D_h] of a cache [blocks, HKV, block, 2 D_h]."""
-        rows = kv_cache.transpose(1, 2)
-        return rows[..., : self.head_size], rows[..., self.head_size :]
 
     def do_kv_cache_update(
         self,

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -18,43 +17,19 @@ from vllm.v1.attention.backends.flash_attn import (
 )
 
 from vllm_weaver.engine.attention import (
-    TreeBuilderMixin,
+    TreeAttentionBuilderMixin,
+    TreeAttentionImplMixin,
     TreeMetadata,
     attend_trees,
-    rest_of_batch,
 )
 
 
-class TreeFlashAttentionMetadataBuilder(TreeBuilderMixin, FlashAttentionMetadataBuilder):
+class TreeFlashAttentionMetadataBuilder(TreeAttentionBuilderMixin, FlashAttentionMetadataBuilder):
     """vLLM's metadata, and the trees beside it where the batch carries some."""
 
-    def build(
-        self,
-        common_prefix_len: int,
-        common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,
-    ) -> Any:
-        """Build for the whole batch, or for its trees and for the rest apart."""
-        step = self.take_step()
-        if step is None:
-            return super().build(common_prefix_len, common_attn_metadata, fast_build)
-        rest = rest_of_batch(common_attn_metadata, step)
-        n = step.num_requests
-        return TreeMetadata(
-            step=step,
-            block_table=common_attn_metadata.block_table_tensor[:n],
-            linear=None if rest is None else super().build(0, rest, fast_build),
-            seq_lens=common_attn_metadata.seq_lens[:n],
-        )
 
-
-class TreeFlashAttentionImpl(FlashAttentionImpl):
+class TreeFlashAttentionImpl(TreeAttentionImplMixin, FlashAttentionImpl):
     """Attention of one layer."""
-
-    def cache_views(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values [blocks, block_size, HKV, D_h] of a cache [blocks, HKV, block, 2 D_h]."""
-        rows = kv_cache.transpose(1, 2)
-        return rows[..., : self.head_size], rows[..., self.head_size :]
 
     def forward(
         self,

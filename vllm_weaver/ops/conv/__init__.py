@@ -7,6 +7,8 @@ module knows nothing of vLLM and of what the channels mean.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,12 +21,20 @@ __all__ = [
     "causal_conv1d_prefill",
     "causal_conv1d_tree",
     "conv_commit",
+    "conv_commit_layers",
     "conv_table",
 ]
 
-TREE = Backends("causal_conv1d_tree", reference.tree_conv)
+TREE: Backends[Callable[..., tuple[Tensor, ConvStash]]] = Backends(
+    "causal_conv1d_tree", reference.tree_conv
+)
 COMMIT = Backends("conv_commit", reference.commit_conv)
 PREFILL = Backends("causal_conv1d_prefill", reference.prefill_conv)
+
+_TRITON = "vllm_weaver.ops.conv.triton"
+# Not a default on any device: the last change of the exact commit awaits its check on a GPU.
+TREE.register("triton", f"{_TRITON}:tree_conv")
+COMMIT.register("triton", f"{_TRITON}:commit_conv")
 
 ACTIVATIONS = ("silu", None)
 
@@ -40,6 +50,8 @@ def causal_conv1d_tree(
     activation: str | None = "silu",
     bias: Tensor | None = None,
     table: Tensor | None = None,
+    out: Tensor | None = None,
+    stash: ConvStash | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, ConvStash]:
     """Convolve every node of a tree with its own path (spec section 5).
@@ -63,12 +75,18 @@ def causal_conv1d_tree(
     bias           [C]                float  in      added before the activation; None: none
     table          [R, T, W - 1]      int32  in      `conv_table(parents, num_nodes, W)`, shared by
                                                      the layers of a step; None: made here
-    y              [R, T, C]          x's    out     activated rows; zeros past `num_nodes`
-    stash          opaque                    out     for `conv_commit`; a copy of the raw rows
+    y (`out`)      [R, T, C]          x's    out     activated rows; zeros past `num_nodes`. None:
+                                                     made here
+    stash          opaque                    out     for `conv_commit`; a copy of the raw rows. If
+                                                     one of an earlier call with the same shapes is
+                                                     given, it is overwritten (the reference makes a
+                                                     new one anyway)
     =============  =================  =====  ======  ===============================================
 
-    Sums are float32 (float64 for float64 rows), and a row's bits do not depend on the rows beside
-    it. A `conv_state` narrower than `x` rounds the history at each commit: keep both in one dtype.
+    With `out`, `stash` and `table` given, the "triton" backend, for GPUs, allocates
+    nothing. Sums are float32 (float64 for float64 rows), and a row's bits do not depend on the rows
+    beside it. A `conv_state` narrower than `x` rounds the history at each commit: keep both in one
+    dtype.
 
     Raises:
         ValueError: unknown backend or activation, or shapes, dtypes or devices that do not fit
@@ -93,6 +111,8 @@ def causal_conv1d_tree(
     indices = {"state_indices": state_indices, "parents": parents, "num_nodes": num_nodes}
     if bias is not None:
         shapes["bias"] = (bias, (C,))
+    if out is not None:
+        shapes["out"] = (out, tuple(x.shape))
     if table is not None:
         shapes["table"] = (table, (R, T, W - 1))
         indices["table"] = table
@@ -102,7 +122,11 @@ def causal_conv1d_tree(
     run = TREE.pick(backend, x.device)
     if table is None:
         table = conv_table(parents, num_nodes, W)
-    return run(x, conv_state, state_indices, weight, num_nodes, table, bias, activation)
+    tensors = x, conv_state, state_indices, weight, num_nodes, table, bias
+    if run is reference.tree_conv:
+        y, stash = run(*tensors, activation)
+        return (y if out is None else out.copy_(y)), stash
+    return run(*tensors, activation, out=out, stash=stash)
 
 
 def conv_commit(
@@ -134,7 +158,8 @@ def conv_commit(
                                                       0: inert
     ==============  =================  =====  ======  ==============================================
 
-    All slots are read before any is written. `backend` None takes the one that made the stash.
+    The reference reads all slots before it writes any; with another backend, no request may read a
+    slot that another one writes. `backend` None takes the one that made the stash.
 
     Raises:
         ValueError: unknown backend, or shapes, dtypes or devices that do not fit together.
@@ -169,6 +194,41 @@ def conv_commit(
     )
     run = COMMIT.pick(backend or stash.backend, conv_state.device)
     run(stash, path, length, conv_state, state_indices, source)
+
+
+def conv_commit_layers(
+    stashes: Sequence[ConvStash],
+    path: Tensor,
+    length: Tensor,
+    conv_states: Sequence[Tensor],
+    state_indices: Tensor,
+    *,
+    source_indices: Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Advance the committed rows of several layers; on a GPU in one launch.
+
+    `conv_commit` of every layer: `stashes` and `conv_states` hold one of each per layer, alike in
+    dtype, shape and strides; the other arguments are the same for all.
+
+    The "triton" backend finds the tensors through a table of addresses, copied to the device when
+    a set of tensors is seen for the first time: before a graph is captured, run once with them.
+
+    Raises:
+        ValueError: as `conv_commit`, or layers that are not alike.
+    """
+    op = COMMIT.op
+    if not stashes or len(stashes) != len(conv_states):
+        refuse(op, f"got {len(stashes)} stashes and {len(conv_states)} states: one of each a layer")
+    source = state_indices if source_indices is None else source_indices
+    run = COMMIT.pick(backend or stashes[0].backend, conv_states[0].device)
+    if run is not reference.commit_conv:
+        from vllm_weaver.ops.conv.triton import commit_conv_layers
+
+        commit_conv_layers(stashes, path, length, conv_states, state_indices, source)
+        return
+    for stash, state in zip(stashes, conv_states, strict=True):
+        conv_commit(stash, path, length, state, state_indices, source_indices=source)
 
 
 def causal_conv1d_prefill(

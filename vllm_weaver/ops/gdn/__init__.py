@@ -7,6 +7,9 @@ layer's core, or of the gated norm after it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, cast
+
 import torch
 from torch import Tensor
 
@@ -14,20 +17,35 @@ from vllm_weaver.ops.dispatch import Backends, expect_indices, expect_shapes, re
 from vllm_weaver.ops.gdn import reference
 from vllm_weaver.ops.gdn.reference import GdnStash, ancestor_words
 
+if TYPE_CHECKING:
+    from vllm_weaver.ops.gdn.triton import GdnTritonStash
+    from vllm_weaver.ops.gdn.triton_raw import GdnRawStash
+
+    AnyStash = GdnStash | GdnTritonStash | GdnRawStash
+
 __all__ = [
     "GdnStash",
     "ancestor_words",
     "gdn_commit",
+    "gdn_commit_layers",
     "gdn_decode",
     "gdn_gate",
     "gdn_prefill",
     "gdn_tree_verify",
 ]
 
-DECODE = Backends("gdn_decode", reference.decode)
-VERIFY = Backends("gdn_tree_verify", reference.tree_verify)
-COMMIT = Backends("gdn_commit", reference.commit)
+DECODE: Backends[Callable[..., Tensor]] = Backends("gdn_decode", reference.decode)
+VERIFY: Backends[Callable[..., tuple[Tensor, AnyStash]]] = Backends(
+    "gdn_tree_verify", reference.tree_verify
+)
+COMMIT: Backends[Callable[..., None]] = Backends("gdn_commit", reference.commit)
 PREFILL = Backends("gdn_prefill", reference.prefill)
+
+_TRITON = "vllm_weaver.ops.gdn.triton"
+# Not a default on any device: the last change of the exact commit awaits its check on a GPU.
+DECODE.register("triton", f"{_TRITON}_replay:decode")
+VERIFY.register("triton", f"{_TRITON}:tree_verify")
+COMMIT.register("triton", f"{_TRITON}_replay:commit")
 
 
 def gdn_gate(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,6 +86,8 @@ def gdn_decode(
     *,
     scale: float | None = None,
     qk_l2norm: bool = True,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
     backend: str | None = None,
 ) -> Tensor:
     """One token per request: the recurrence itself, in place (spec section 5).
@@ -97,12 +117,17 @@ def gdn_decode(
     op = DECODE.op
     if q.dim() != 3 or v.dim() != 3:
         refuse(op, f"q and v need 3 dimensions, got {list(q.shape)} and {list(v.shape)}")
-    _expect(op, q, k, v, g, beta, state)
+    run = DECODE.pick(backend, q.device)
+    plain = run is reference.decode
+    _expect(op, q, k, v, g, beta, state, narrow_state=not plain)
     expect_shapes(op, q.device, {"state_indices": (state_indices, (len(q),))})
     expect_indices(op, {"state_indices": state_indices})
-    run = DECODE.pick(backend, q.device)
+    options = _expect_gates(op, A_log, dt_bias, v)
+    if plain and options:
+        g, beta = gdn_gate(g, beta, **options)
+        options = {}
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run(q, k, v, g, beta, state, state_indices, scale, qk_l2norm)
+    return run(q, k, v, g, beta, state, state_indices, scale, qk_l2norm, **options)
 
 
 def gdn_tree_verify(
@@ -119,8 +144,13 @@ def gdn_tree_verify(
     scale: float | None = None,
     qk_l2norm: bool = True,
     ancestors: Tensor | None = None,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    max_depth: int | None = None,
+    out: Tensor | None = None,
+    stash: AnyStash | None = None,
     backend: str | None = None,
-) -> tuple[Tensor, GdnStash]:
+) -> tuple[Tensor, AnyStash]:
     """Outputs of every node, as if its path had been decoded; the state stays (spec section 5).
 
     With c_i the sum of g over the path to node i, and j < i for "j is a strict ancestor of i":
@@ -146,13 +176,25 @@ def gdn_tree_verify(
     ancestors      [R, T, ceil(T / 64)]  int64    in      bit j % 64 of word j // 64: j is the row
                                                           or an ancestor of it. Shared by the layers
                                                           of a step; None: made from `parents`
-    out            [R, T, HV, V_h]       v's      out     o; zeros past `num_nodes`
+    A_log,         [HV]                  float    in      if given, `g` and `beta` are a and b, of
+    dt_bias                                               any float dtype, and the gates of
+                                                          `gdn_gate` are made here
+    max_depth      number                         in      no node lies deeper below the root; None:
+                                                          unknown. A lower bound than the truth
+                                                          gives wrong outputs
+    out            [R, T, HV, V_h]       v's      out     o; zeros past `num_nodes`. None: made here
     stash          opaque                         out     for `gdn_commit`; aliases none of the
-                                                          inputs
+                                                          inputs. If one of an earlier call with the
+                                                          same shapes is given, it is overwritten
+                                                          (the reference makes a new one anyway)
     =============  ====================  =======  ======  ==========================================
 
-    Past `num_nodes` every per-node input may hold anything, NaN included. Any T and any depth.
-    Arithmetic is float32 (float64 for a float64 state); decays are differenced in float64.
+    Past `num_nodes` every per-node input may hold anything, NaN included. The reference takes any T
+    and any depth. Its arithmetic is float32 (float64 for a float64 state), and decays are
+    differenced in float64. The "triton" backend, for GPUs, takes T up to 256, also a
+    bfloat16 state; with narrow inputs it multiplies in halves, and adds about 4e-4 of the output's
+    size to the rounding of a bfloat16 output. With `out`, `stash` and `ancestors` given, it
+    allocates nothing.
 
     Raises:
         ValueError: unknown backend, or shapes, dtypes or devices that do not fit together.
@@ -161,27 +203,37 @@ def gdn_tree_verify(
     if q.dim() != 4 or v.dim() != 4:
         refuse(op, f"q and v need 4 dimensions, got {list(q.shape)} and {list(v.shape)}")
     R, T = q.shape[:2]
-    _expect(op, q, k, v, g, beta, state)
+    run = VERIFY.pick(backend, q.device)
+    plain = run is reference.tree_verify
+    _expect(op, q, k, v, g, beta, state, narrow_state=not plain)
     shapes = {
         "state_indices": (state_indices, (R,)),
         "parents": (parents, (R, T)),
         "num_nodes": (num_nodes, (R,)),
     }
+    if out is not None:
+        shapes["out"] = (out, tuple(v.shape))
     if ancestors is not None:
         shapes["ancestors"] = (ancestors, (R, T, (T + 63) // 64))
         if ancestors.dtype != torch.int64:
             refuse(op, f"ancestors is {ancestors.dtype}, expected int64 words of 64 bits")
     expect_shapes(op, q.device, shapes)
     expect_indices(op, {"state_indices": state_indices, "parents": parents, "num_nodes": num_nodes})
-    run = VERIFY.pick(backend, q.device)
+    options = _expect_gates(op, A_log, dt_bias, v)
     if ancestors is None:
         ancestors = ancestor_words(parents, num_nodes)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return run(q, k, v, g, beta, state, state_indices, num_nodes, ancestors, scale, qk_l2norm)
+    shared = state, state_indices, num_nodes, ancestors, scale, qk_l2norm
+    if plain:
+        if options:
+            g, beta = gdn_gate(g, beta, **options)
+        made, stash = run(q, k, v, g, beta, *shared)
+        return (made if out is None else out.copy_(made)), stash
+    return run(q, k, v, g, beta, *shared, max_depth=max_depth, out=out, stash=stash, **options)
 
 
 def gdn_commit(
-    stash: GdnStash,
+    stash: AnyStash,
     path: Tensor,
     length: Tensor,
     state: Tensor,
@@ -211,19 +263,21 @@ def gdn_commit(
                                                           False: one product of rank `length`
     ==============  ===================  =======  ======  ==========================================
 
-    All slots are read before any is written. For the state at a cache block's boundary, commit the
-    first nodes of the path into another slot before the whole path is committed in place. `backend`
-    None takes the one that made the stash.
+    The reference reads all slots before it writes any; with another backend, no request may read a
+    slot that another one writes. For the state at a cache block's boundary, commit the first nodes
+    of the path into another slot before the whole path is committed in place. The backend is that
+    which made the stash.
 
     Raises:
-        ValueError: unknown backend, or shapes, dtypes or devices that do not fit together; on a
-            CPU also a length above L.
+        ValueError: a backend other than the stash's, or shapes, dtypes or devices that do not fit
+            together; with the reference also a length above L.
     """
     op = COMMIT.op
     source = state_indices if source_indices is None else source_indices
     if path.dim() != 2 or path.shape[1] == 0:
         refuse(op, f"path must be [R, L] with L > 0, got {list(path.shape)}")
-    _expect_state(op, state)
+    run = _pick_commit(stash, state, backend)
+    _expect_state(op, state, narrow=run is not reference.commit)
     R = len(path)
     expect_shapes(
         op,
@@ -244,8 +298,84 @@ def gdn_commit(
             "source_indices": source,
         },
     )
-    run = COMMIT.pick(backend or stash.backend, state.device)
     run(stash, path, length, state, state_indices, source, exact)
+
+
+def gdn_commit_layers(
+    stashes: Sequence[AnyStash],
+    path: Tensor,
+    length: Tensor,
+    states: Sequence[Tensor],
+    state_indices: Tensor,
+    *,
+    source_indices: Tensor | None = None,
+    boundary_indices: Tensor | None = None,
+    boundary_length: Tensor | None = None,
+    backend: str | None = None,
+) -> None:
+    """Advance the states of several layers along the accepted path (spec section 5, "Commit").
+
+    `gdn_commit` of every layer with `exact=True`, bit for bit. On a GPU it is one launch.
+
+    ================  ============================  =====  ======  =================================
+    name              shape                         dtype  in/out  meaning
+    ================  ============================  =====  ======  =================================
+    stashes           one a layer                          in      of `gdn_tree_verify`; alike
+    path              [R, L]                        int32  in      nodes from the root on; past
+                                                                   `length` anything
+    length            [R]                           int32  in      nodes to apply, <= L; 0: none
+    states            a layer [slots, HV, V_h, K]   float  in/out  alike in dtype and strides
+    state_indices     [R]                           int32  in      slot written; below 0: none. No
+                                                                   two alike
+    source_indices    [R]                           int32  in      slot read; None: the slot
+                                                                   written; below 0: inert. Written
+                                                                   by no other request
+    boundary_indices  [R]                           int32  in      slot of the state after
+                                                                   `boundary_length` nodes, as at a
+                                                                   cache block's boundary; below 0:
+                                                                   none. None: for no request
+    boundary_length   [R]                           int32  in      <= L; 0: none
+    ================  ============================  =====  ======  =================================
+
+    The "triton" backend finds the tensors through a table of addresses, copied to the device when
+    a set of tensors is seen for the first time: before a graph is captured, run once with them.
+
+    Raises:
+        ValueError: a backend other than the stashes', or shapes, dtypes, strides or devices that do
+            not fit together.
+    """
+    op = COMMIT.op
+    if not stashes or len(stashes) != len(states):
+        refuse(op, f"got {len(stashes)} stashes and {len(states)} states: one of each per layer")
+    if (boundary_indices is None) != (boundary_length is None):
+        refuse(op, "boundary_indices and boundary_length come together")
+    run = _pick_commit(stashes[0], states[0], backend)
+    if run is not reference.commit:
+        from vllm_weaver.ops.gdn import triton_replay
+
+        triton_replay.commit_layers(
+            cast("Sequence[GdnTritonStash | GdnRawStash]", stashes),
+            path,
+            length,
+            states,
+            state_indices,
+            state_indices if source_indices is None else source_indices,
+            boundary_indices,
+            boundary_length,
+        )
+        return
+    source = state_indices if source_indices is None else source_indices
+    for stash, state in zip(stashes, states, strict=True):
+        # The boundary first: the final slot may be the one that is read.
+        if boundary_indices is not None and boundary_length is not None:
+            gdn_commit(stash, path, boundary_length, state, boundary_indices, source_indices=source)
+        gdn_commit(stash, path, length, state, state_indices, source_indices=source)
+
+
+def _pick_commit(stash: AnyStash, state: Tensor, backend: str | None) -> Callable[..., None]:
+    if backend not in (None, stash.backend) and backend in COMMIT.names:
+        refuse(COMMIT.op, f"the stash is of backend {stash.backend!r}, not {backend!r}")
+    return COMMIT.pick(backend or stash.backend, state.device)
 
 
 def gdn_prefill(
@@ -330,10 +460,17 @@ def gdn_prefill(
 
 
 def _expect(
-    op: str, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+    op: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    narrow_state: bool = False,
 ) -> None:
     """Check the tensors that every form of the op takes; leading dimensions are whatever q has."""
-    _expect_state(op, state)
+    _expect_state(op, state, narrow_state)
     *rows, HK, K = q.shape
     HV, V = v.shape[-2:]
     if HK == 0 or HV % HK:
@@ -351,11 +488,24 @@ def _expect(
     )
 
 
-def _expect_state(op: str, state: Tensor) -> None:
+def _expect_state(op: str, state: Tensor, narrow: bool = False) -> None:
     if state.dim() != 4:
         refuse(op, f"state must be [slots, HV, V_h, K], got {list(state.shape)}")
-    if state.dtype not in (torch.float32, torch.float64):
+    if not narrow and state.dtype not in (torch.float32, torch.float64):
         refuse(
             op,
             f"state is {state.dtype}, expected float32: a narrower state drifts with every commit",
         )
+
+
+def _expect_gates(
+    op: str, A_log: Tensor | None, dt_bias: Tensor | None, v: Tensor
+) -> dict[str, Tensor]:
+    """The parameters of raw gates, if given, as keywords."""
+    if A_log is None and dt_bias is None:
+        return {}
+    if A_log is None or dt_bias is None:
+        refuse(op, "A_log and dt_bias come together")
+    HV = v.shape[-2]
+    expect_shapes(op, v.device, {"A_log": (A_log, (HV,)), "dt_bias": (dt_bias, (HV,))})
+    return {"A_log": A_log, "dt_bias": dt_bias}

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The GDN and convolution kernels compile for three GPU generations, within limits of resources.
+
+No GPU is needed. Run as a script for the figures: `python tests/ops/test_gdn_compile.py 90`. A
+process of its own compiles, since one that interprets Triton cannot. Shapes are Qwen3.6-27B's.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that one block may have."""
+SPILL_LIMIT = {80: 512, 90: 128, 100: 576}
+"""Bytes that a thread may keep in local memory, with Triton 3.6 to 3.9."""
+
+HK, HV, K, V, W = 16, 48, 128, 128, 4
+C = 2 * HK * K + HV * V
+POINTER_TYPES = {
+    **dict.fromkeys(("slots_ptr", "num_nodes_ptr", "ancestors_ptr", "table_ptr"), "*i32"),
+    **dict.fromkeys(("path_ptr", "length_ptr", "sources_ptr"), "*i32"),
+    **dict.fromkeys(("boundary_slots_ptr", "boundary_length_ptr"), "*i32"),
+    **dict.fromkeys(("g_ptr", "beta_ptr", "stash_g_ptr", "stash_beta_ptr", "A_log_ptr"), "*fp32"),
+    "state_ptr": "*fp32",
+    "address_ptr": "*i64",
+}
+
+
+def compile_kernel(
+    kernel: Any,
+    arch: int,
+    constants: dict[str, Any],
+    types: dict[str, str] | None = None,
+    **options: int,
+) -> dict:
+    """Compile as a launch with aligned pointers and strides would; read registers and memory."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, aligned = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+            continue
+        if name.endswith("_ptr"):
+            signature[name] = (types or {}).get(name) or POINTER_TYPES.get(name, "*bf16")
+        else:
+            signature[name] = "fp32" if name == "scale" else "i32"
+        if name.endswith("_ptr") or name[2:] in ("stride_r", "stride_t") or name == "C":
+            aligned[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
+    return {
+        "registers": int(found["REG"]),
+        "spilled_bytes": int(found["STACK"]) + int(found["LOCAL"]),
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": "wgmma" in compiled.asm["ptx"],
+    }
+
+
+def kernels(arch: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
+    """Name, kernel, constants and options of what is launched at these shapes."""
+    import torch
+
+    from vllm_weaver.ops.conv import triton as conv
+    from vllm_weaver.ops.gdn import triton as gdn
+    from vllm_weaver.ops.gdn import triton_replay as replay
+
+    heads = {"STATE_STRIDE": HV * V * K, "HK": HK, "HV": HV, "K": K, "V": V}
+    for R, T in ((1, 16), (16, 32), (1, 64), (16, 64)):
+        tiling = gdn.choose_tiling(R, T, HV, V, K, torch.bfloat16, arch // 10)
+        constants = {
+            **heads,
+            "BT": tiling.block_t,
+            "NB": 1,
+            "BV": tiling.block_v,
+            "BK": tiling.block_k,
+            "LEVELS": 4,
+            "BY_DEPTH": True,
+            "RAW_GATES": R == 16,
+            "L2NORM": True,
+            "STASH_ROWS": True,
+            "PRECISE": False,
+            "WHOLE": tiling.block_k == K,
+            "WIDEN": False,
+            "NATIVE": True,
+        }
+        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+        name = f"verify R={R} T={T} {tuple(tiling)}"
+        yield name, gdn.tree_verify_kernel, constants, options
+
+    warp = {"num_warps": 1, "num_stages": 3}
+    decode = {**heads, "BV": replay.BLOCK_V, "RAW_GATES": True, "L2NORM": True}
+    yield "decode", replay.decode_kernel, decode, warp
+    for kind, block_v in replay.COMMIT_BLOCK_V.items():
+        commit = {
+            **heads,
+            "CONV_STRIDE": (W - 1) * C,
+            "CONV_STRIDE_W": C,
+            "CONV_STRIDE_C": 1,
+            "BV": block_v,
+            "RAW": kind == "raw rows",
+            "BIAS": False,
+            "SILU": True,
+            "L2NORM": True,
+            "BOUNDARY": True,
+            "LAYERS": True,
+        }
+        yield f"commit of {kind}", replay.commit_kernel, commit, warp
+    strides = {
+        "STATE_STRIDE": (W - 1) * C,
+        "STATE_STRIDE_W": C,
+        "STATE_STRIDE_C": 1,
+    }
+    tree = {
+        **strides,
+        "W": W,
+        "BIAS": False,
+        "SILU": True,
+        "BT": conv.ROWS,
+        "BC": conv.CHANNELS,
+        "weight_stride_w": 1,
+    }
+    yield "conv", conv.tree_conv_kernel, tree, {"num_warps": 4}
+    last = {**strides, "H": W - 1, "BC": conv.COMMIT_CHANNELS, "LAYERS": True}
+    yield "conv commit", conv.conv_commit_kernel, last, {"num_warps": 4}
+
+
+def compile_all(arch: int) -> dict[str, dict]:
+    figures = {}
+    for name, kernel, constants, options in kernels(arch):
+        types = {"state_ptr": "*bf16"} if name.startswith("conv") else {}
+        if constants.get("RAW_GATES"):
+            types |= {"g_ptr": "*bf16", "beta_ptr": "*bf16"}
+        figures[name] = compile_kernel(kernel, arch, constants, types, **options)
+    return figures
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_kernels_compile_within_limits(arch: int) -> None:
+    pytest.importorskip("triton.backends.nvidia", reason="needs Triton with its NVIDIA backend")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, str(arch)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(done.stdout)
+    for name, figure in figures.items():
+        assert figure["spilled_bytes"] <= SPILL_LIMIT[arch], (name, figure)
+        assert figure["shared_bytes"] <= SHARED_LIMIT[arch], (name, figure)
+        if arch == 90 and "T=64" in name:
+            assert figure["wgmma"], (name, figure)
+        if name in ("decode", "commit of rows"):
+            assert figure["spilled_bytes"] == 0, (name, figure)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    print(json.dumps(compile_all(int(sys.argv[1])), indent=1))
