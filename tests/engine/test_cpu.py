@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vllm_weaver.cpu
-from vllm_weaver.cpu import kernels
+from vllm_weaver.engine import cpu_kernels as kernels
 
 BACKENDS = "from triton.backends import backends; print(sorted(backends))"
 

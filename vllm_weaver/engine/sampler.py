@@ -139,8 +139,7 @@ class TreeSampler:
         """
         sampled = torch.full((logits.shape[0],), -1, dtype=torch.int64)
         tokens, parents = layout.tree.tokens, layout.tree.parents
-        row = torch.arange(tokens.shape[1])
-        live = row < layout.tree.num_nodes[:, None]
+        live = layout.tree.live_rows()
         requests = torch.arange(batch.num_reqs)
         nodes = torch.zeros_like(requests)
         while len(requests):

@@ -139,8 +139,7 @@ def depth_offset(tree: DraftTree, layout: RowLayout) -> torch.Tensor:
     """
     row = torch.arange(layout.num_rows, device=tree.depths.device)
     offset = tree.depths.long() - row
-    live = row < tree.num_nodes[:, None]
-    return layout.flatten(torch.where(live, offset, torch.zeros_like(offset)))
+    return layout.flatten(torch.where(tree.live_rows(), offset, torch.zeros_like(offset)))
 
 
 @dataclass
