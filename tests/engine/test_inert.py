@@ -14,7 +14,11 @@ from running import COMMON, Engine, greedy, tokens
 PROMPTS = [tokens(n, 60) for n in (5, 20)]
 #: All of the package that an engine without the key may load.
 HOOKS = {"vllm_weaver", "vllm_weaver.engine", "vllm_weaver.engine.plugin"}
-INTERPRETER = {"vllm_weaver.cpu", "vllm_weaver.engine.cpu_kernels"}
+INTERPRETER = {
+    "vllm_weaver.cpu",
+    "vllm_weaver.engine.cpu_kernels",
+    "vllm_weaver.engine.compat",
+}
 
 
 #: The dense target in float32; the hybrid in bfloat16, which vLLM's own core needs.

@@ -12,7 +12,8 @@ from __future__ import annotations
 import copy
 import importlib
 import inspect
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,7 @@ __all__ = [
     "ATTRIBUTES",
     "CONTRACTS",
     "FIELDS",
+    "TRITON_KERNELS",
     "broken_contracts",
     "choose_backends",
     "get_tensor_model_parallel_rank",
@@ -45,8 +47,10 @@ __all__ = [
     "init_logger",
     "install_layers",
     "iter_request_chunks",
+    "replace_triton_kernels",
     "tensor_model_parallel_all_gather",
     "tensor_model_parallel_all_reduce",
+    "triton_kernel",
     "use_worker",
 ]
 
@@ -266,6 +270,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     ".forward_cpu": ("hidden_states",),
     "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
     "._output_projection": ("core_attn_out", "z"),
+    "vllm.triton_utils.dispatcher:register_kernels": ("overrides",),
     "vllm.model_executor.layers.mamba.abstract:MambaBase.get_kv_cache_spec": ("vllm_config",),
     "vllm.model_executor.layers.mamba.mamba_utils:MambaStateShapeCalculator"
     ".gated_delta_net_state_shape": (
@@ -354,6 +359,58 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
 }
 
+#: Triton kernels and launchers of vLLM that a CPU replaces -> names of their parameters.
+TRITON_KERNELS: dict[str, tuple[str, ...]] = {
+    "vllm.v1.sample.ops.topk_topp_triton:apply_top_k_top_p_triton": (
+        "logits",
+        "k",
+        "p",
+        "mask_value",
+    ),
+    "vllm.v1.worker.utils:_zero_kv_blocks_kernel": (
+        "seg_addrs_ptr",
+        "seg_block_strides_ptr",
+        "seg_page_sizes_ptr",
+        "block_ids_ptr",
+        "BLOCK_SIZE",
+    ),
+    "vllm.v1.worker.gpu.sample.gumbel:_gumbel_sample_kernel": (
+        "local_argmax_ptr",
+        "local_argmax_stride",
+        "local_max_ptr",
+        "local_max_stride",
+        "logits_cache_ptr",
+        "logits_cache_stride_0",
+        "logits_cache_stride_1",
+        "logits_cache_col_ptr",
+        "logits_cache_source_ptr",
+        "logits_cache_source_stride",
+        "logits_ptr",
+        "logits_stride",
+        "expanded_idx_mapping_ptr",
+        "seeds_ptr",
+        "pos_ptr",
+        "temp_ptr",
+        "vocab_size",
+        "BLOCK_SIZE",
+        "IS_DRAFTING",
+        "APPLY_TEMPERATURE",
+        "USE_FP64",
+        "PER_TOKEN_COL",
+    ),
+    "vllm.v1.worker.gpu.structured_outputs:_apply_grammar_bitmask_kernel": (
+        "logits_ptr",
+        "logits_stride",
+        "logits_indices_ptr",
+        "cu_num_logits_ptr",
+        "bitmask_ptr",
+        "bitmask_stride",
+        "vocab_size",
+        "MASK_STRIDE",
+        "BLOCK_SIZE",
+    ),
+}
+
 
 def _resolve(name: str) -> Any:
     module, _, path = name.partition(":")
@@ -370,23 +427,24 @@ def broken_contracts() -> list[str]:
         One line each: the name, what was expected and what was found. Empty if all hold.
     """
     broken = []
-    for name, expected in CONTRACTS.items():
+    for name, expected in {**CONTRACTS, **TRITON_KERNELS}.items():
         try:
-            parameters = tuple(
-                p for p in inspect.signature(_resolve(name)).parameters if p != "self"
-            )
+            function = _resolve(name)
         except (ImportError, AttributeError) as error:
             broken.append(f"{name} is missing ({error})")
             continue
-        if parameters != expected:
-            broken.append(f"{name} takes ({', '.join(parameters)}), not ({', '.join(expected)})")
+        # A Triton kernel, or what has replaced it, carries its own list.
+        parameters = getattr(function, "arg_names", None) or inspect.signature(function).parameters
+        found = tuple(name for name in parameters if name != "self")
+        if found != expected:
+            broken.append(f"{name} takes ({', '.join(found)}), not ({', '.join(expected)})")
     for name, expected in FIELDS.items():
         try:
-            found = getattr(_resolve(name), "__dataclass_fields__", {})
+            fields = getattr(_resolve(name), "__dataclass_fields__", {})
         except (ImportError, AttributeError) as error:
             broken.append(f"{name} is missing ({error})")
             continue
-        missing = [field for field in expected if field not in found]
+        missing = [field for field in expected if field not in fields]
         if missing:
             broken.append(f"{name} has no field {', '.join(missing)}")
     for name, expected in ATTRIBUTES.items():
@@ -513,6 +571,38 @@ def has_custom_logits_processors(sampler: Any) -> bool:
     """Whether processors beyond vLLM's own run, configured or installed as a plugin."""
     own = "vllm.v1.worker.gpu.sample."
     return any(not type(x).__module__.startswith(own) for x in sampler.logits_processors)
+
+
+# --------------------------------------------------------------------------- Triton kernels
+
+
+def triton_kernel(function: str) -> Any:
+    """The kernel of :data:`TRITON_KERNELS` with this name, leading underscore left out."""
+    return _resolve(_kernel_place(function))
+
+
+def _kernel_place(function: str) -> str:
+    places = [name for name in TRITON_KERNELS if name.partition(":")[2].lstrip("_") == function]
+    if len(places) != 1:
+        raise KeyError(function)
+    return places[0]
+
+
+def replace_triton_kernels(replacements: Mapping[str, Callable[..., Any]]) -> None:
+    """Register replacements with vLLM's own registry for platforms. Idempotent.
+
+    Args:
+        replacements: by the kernel's name, leading underscore left out.
+    """
+    from vllm.triton_utils import dispatcher
+
+    named = {_kernel_place(k).replace(":", "."): v for k, v in replacements.items()}
+    missing = {name: new for name, new in named.items() if name not in dispatcher._registry}
+    if missing:
+        with warnings.catch_warnings():
+            # It looks at every attribute of every module, deprecated ones included.
+            warnings.simplefilter("ignore")
+            dispatcher.register_kernels(missing)
 
 
 # --------------------------------------------------------------------------- layers

@@ -8,37 +8,25 @@ GPU. It uses vLLM's own registry, through which a platform brings implementation
 from __future__ import annotations
 
 import ctypes
-import warnings
 from typing import Any
 
 import torch
 
-_ZERO_BLOCKS = "vllm.v1.worker.utils._zero_kv_blocks_kernel"
-_GUMBEL = "vllm.v1.worker.gpu.sample.gumbel._gumbel_sample_kernel"
-_DONE = "vllm.v1.sample.ops.topk_topp_triton.apply_top_k_top_p_triton"
-
 
 def register() -> None:
     """Register the replacements in this process. Idempotent."""
-    from vllm.triton_utils import dispatcher
-
-    if torch.cuda.is_available() or _DONE in dispatcher._registry:
+    if torch.cuda.is_available():
         return
-    with warnings.catch_warnings():
-        # It looks at every attribute of every module, deprecated ones included.
-        warnings.simplefilter("ignore")
-        dispatcher.register_kernels(
-            {
-                _DONE: top_k_top_p,
-                _ZERO_BLOCKS: zero_blocks,
-                _GUMBEL: _gumbel_sample(
-                    dispatcher._resolve_kernel(_GUMBEL)[0]._gumbel_sample_kernel
-                ),
-                "vllm.v1.worker.gpu.structured_outputs._apply_grammar_bitmask_kernel": (
-                    apply_grammar_bitmask
-                ),
-            }
-        )
+    from vllm_weaver.engine import compat
+
+    compat.replace_triton_kernels(
+        {
+            "apply_top_k_top_p_triton": top_k_top_p,
+            "zero_kv_blocks_kernel": zero_blocks,
+            "gumbel_sample_kernel": _gumbel_sample(compat.triton_kernel("gumbel_sample_kernel")),
+            "apply_grammar_bitmask_kernel": apply_grammar_bitmask,
+        }
+    )
 
 
 def top_k_top_p(
