@@ -54,6 +54,12 @@ class TreeBuilderMixin:
 class TreeAttentionBuilderMixin(TreeBuilderMixin, _Mixed):
     """Mixed into the metadata builders of attention layers."""
 
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """Metadata that a captured graph keeps: of trees, or of single tokens as vLLM's own."""
+        if self.tree_step is None:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        return self.build(0, common_attn_metadata)
+
     def build(
         self,
         common_prefix_len: int,

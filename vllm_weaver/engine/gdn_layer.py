@@ -20,15 +20,19 @@ from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 from vllm_weaver.engine import compat
 from vllm_weaver.engine.attention import TreeBuilderMixin, TreeMetadata, rest_of_batch
 from vllm_weaver.engine.config import WeaverConfigError, requested
+from vllm_weaver.engine.step import TreeStep
 from vllm_weaver.ops import (
+    ConvStash,
     causal_conv1d_prefill,
     causal_conv1d_tree,
-    conv_commit,
-    gdn_commit,
+    conv_commit_layers,
+    gdn_commit_layers,
     gdn_gate,
     gdn_prefill,
     gdn_tree_verify,
 )
+from vllm_weaver.ops.gdn.triton_raw import GdnRawStash
+from vllm_weaver.ops.gdn.triton_raw import tree_verify_raw as gdn_tree_verify_raw
 
 
 @dataclass
@@ -44,6 +48,18 @@ class TreeGDNMetadata(TreeMetadata):
 
 class TreeGDNMetadataBuilder(TreeBuilderMixin, GDNAttentionMetadataBuilder):
     """Trees apart; every other request as in an engine without speculation."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        most = self.vllm_config.scheduler_config.max_num_seqs
+        # A captured graph reads the slots of every later batch here.
+        self._tree_slots = torch.full((most,), -1, dtype=torch.int32, device=self.device)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: CommonAttentionMetadata) -> Any:
+        """Metadata that a captured graph keeps: of trees, or of single tokens as vLLM's own."""
+        if self.tree_step is None:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        return self.build(0, common_attn_metadata)
 
     def build(
         self,
@@ -66,13 +82,16 @@ class TreeGDNMetadataBuilder(TreeBuilderMixin, GDNAttentionMetadataBuilder):
             self.kv_cache_spec,
             self.vllm_config.cache_config.mamba_cache_mode,
         )[:, 0]
+        # Block 0 is vLLM's null block: it holds no state.
+        live = (indices > 0) & (step.tree.num_nodes > 0)
+        slots = self._tree_slots[:n]
+        slots.copy_(indices.masked_fill(~live, -1))
         return TreeGDNMetadata(
             step=step,
             block_table=common.block_table_tensor[:n],
             linear=None if rest is None else super().build(0, rest, fast_build=fast_build),
             seq_lens=common.seq_lens[:n],
-            # Block 0 is vLLM's null block: it holds no state.
-            state_indices=torch.where(indices > 0, indices, torch.full_like(indices, -1)),
+            state_indices=slots,
         )
 
 
@@ -98,8 +117,13 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         # Read by methods that the base class calls while it builds itself.
         object.__setattr__(self, "trees", requested(vllm_config))
         super().__init__(config, vllm_config, *args, **kwargs)
-        # Metadata, convolution stash and recurrence stash of the trees verified last.
-        self._pending: tuple[TreeGDNMetadata, Any, Any] | None = None
+        # Recurrence and convolution stash of the trees verified last, made by the references; and
+        # in their place, on a GPU, raw rows, gates and scratch at addresses that stay.
+        self._stash: tuple[Any, Any] | None = None
+        self._rows: torch.Tensor | None = None
+        self._gates: torch.Tensor | None = None
+        self._shared: torch.Tensor | None = None
+        self._max_depth: int | None = None
         if self.trees:
             self.enable_fused_gdn_spec_decode = False
             if self.get_state_dtype()[1] != torch.float32:
@@ -216,9 +240,12 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         """Outputs of all nodes; keeps the stash from which a path can be committed."""
         step = metadata.step
         pack, tree = step.layout.pack, step.tree
+        if self._rows is not None:
+            self._verify_raw(metadata, pack(mixed_qkv), pack(b), pack(a), out)
+            return
         rows, conv_stash = causal_conv1d_tree(
             pack(mixed_qkv),
-            compat.conv_state(self),
+            self.conv_state(),
             metadata.state_indices,
             compat.conv_weight(self),
             tree.parents,
@@ -231,14 +258,96 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             *self._split(rows),
             g,
             beta,
-            compat.recurrent_state(self, self.native_cpu),
+            self.recurrent_state(),
             metadata.state_indices,
             tree.parents,
             tree.num_nodes,
             ancestors=tree.ancestors,
         )
         out[: step.num_tokens] = step.layout.flatten(nodes)
-        self._pending = (metadata, conv_stash, gdn_stash)
+        self._stash = gdn_stash, conv_stash
+
+    def _verify_raw(
+        self,
+        metadata: TreeGDNMetadata,
+        x_RTC: torch.Tensor,
+        b_RTH: torch.Tensor,
+        a_RTH: torch.Tensor,
+        out: torch.Tensor,
+    ) -> None:
+        """The same in two launches, with the reserved memory; graphs can capture it."""
+        step = metadata.step
+        requests, rows = x_RTC.shape[:2]
+        assert self._shared is not None
+        direct = step.layout.uniform and out.is_contiguous()
+        nodes, _ = gdn_tree_verify_raw(
+            x_RTC,
+            self.conv_state(),
+            compat.conv_weight(self),
+            a_RTH,
+            b_RTH,
+            self.A_log,
+            self.dt_bias,
+            self.recurrent_state(),
+            metadata.state_indices,
+            step.tree.num_nodes,
+            step.tree.ancestors,
+            step.conv_table(self.conv_kernel_size),
+            self.num_k_heads // self.tp_size,
+            activation=self.activation,
+            max_depth=self._max_depth,
+            rows=self._shared[: x_RTC.numel()].view(x_RTC.shape),
+            out=out[: step.num_tokens].unflatten(0, (requests, rows)) if direct else None,
+            stash=self._raw_stash(requests, rows),
+        )
+        if not direct:
+            out[: step.num_tokens] = step.layout.flatten(nodes)
+
+    # ------------------------------------------------------------------ reserved memory
+
+    def runs_kernels(self, device: torch.device) -> bool:
+        """Whether trees run through the GPU kernels rather than the references."""
+        return device.type == "cuda"
+
+    def conv_channels(self) -> int:
+        """Channels C of the convolution on this rank: q | k | v."""
+        return (2 * self.key_dim + self.value_dim) // self.tp_size
+
+    def reserve(self, entries: int, depth: int, shared: torch.Tensor) -> int:
+        """Reserve the stash of up to ``entries`` nodes.
+
+        Args:
+            entries: most nodes of a batch.
+            depth: deepest level of a tree.
+            shared: room for the convolved rows of a batch, [entries * C], of all layers.
+
+        Returns:
+            Bytes reserved.
+        """
+        heads = self.num_v_heads // self.tp_size
+        self._rows = torch.empty_like(shared)
+        self._gates = torch.empty((2, entries * heads), dtype=torch.float32, device=shared.device)
+        self._shared, self._max_depth = shared, depth
+        return self._rows.nbytes + self._gates.nbytes
+
+    def _raw_stash(self, requests: int, rows: int) -> GdnRawStash:
+        """The stash of a batch, which lies at the same place whatever the batch."""
+        assert self._rows is not None and self._gates is not None
+        shape = requests, rows
+        heads, channels = self.num_v_heads // self.tp_size, self.conv_channels()
+        entries = requests * rows
+        g, beta = (x[: entries * heads].view(*shape, heads) for x in self._gates)
+        return GdnRawStash(
+            conv=ConvStash(self._rows[: entries * channels].view(*shape, channels), "triton"),
+            conv_state=self.conv_state(),
+            weight_CW=compat.conv_weight(self),
+            bias_C=None,
+            activation=self.activation,
+            g_RTH=g,
+            beta_RTH=beta,
+            key_heads=self.num_k_heads // self.tp_size,
+            qk_l2norm=True,
+        )
 
     def _advance(
         self,
@@ -256,7 +365,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             started = torch.ones(len(indices), dtype=torch.bool, device=indices.device)
         rows = causal_conv1d_prefill(
             mixed_qkv,
-            compat.conv_state(self),
+            self.conv_state(),
             indices,
             compat.conv_weight(self),
             starts,
@@ -268,7 +377,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             *self._split(rows),
             g,
             beta,
-            compat.recurrent_state(self, self.native_cpu),
+            self.recurrent_state(),
             indices,
             starts,
             started,
@@ -276,42 +385,110 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
 
     # ------------------------------------------------------------------ commit
 
-    def commit(
-        self,
-        path: torch.Tensor,
-        length: torch.Tensor,
-        blocks: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None,
-    ) -> None:
-        """Advance the states along the accepted paths of the trees verified last.
+    def stash(self, step: TreeStep) -> tuple[Any, Any]:
+        """Recurrence and convolution stash of the trees of ``step``, which were verified last."""
+        if self._rows is None:
+            assert self._stash is not None
+            # A padded graph has verified more requests than the batch has.
+            live = slice(step.num_requests)
+            gdn_stash, conv_stash = self._stash
+            return gdn_stash.select(live), conv_stash.select(live)
+        raw = self._raw_stash(step.num_requests, step.layout.num_rows)
+        return raw, raw.conv
 
-        Args:
-            path: accepted nodes [n, D + 1], root first.
-            length: nodes on each path [n].
-            blocks: with prefix caching, the slots to write: (final slot, slot of the state at a
-                crossed block boundary or -1, path nodes up to it), each [n]; else None.
-        """
-        assert self._pending is not None
-        metadata, conv_stash, gdn_stash = self._pending
-        self._pending = None
-        source = metadata.state_indices
-        targets = [(source, length)]
-        if blocks is not None:
-            final, boundary, count = blocks
-            # The boundary first: the final slot may be the one that is read.
-            targets = [(boundary.to(torch.int32), count), (final.to(torch.int32), length)]
-        conv_state = compat.conv_state(self)
-        state = compat.recurrent_state(self, self.native_cpu)
-        for slots, nodes in targets:
-            conv_commit(conv_stash, path, nodes, conv_state, slots, source_indices=source)
-            gdn_commit(gdn_stash, path, nodes, state, slots, source_indices=source)
+    def conv_state(self) -> torch.Tensor:
+        """Committed raw rows [slots, W - 1, C], a view of the cache."""
+        return compat.conv_state(self)
+
+    def recurrent_state(self) -> torch.Tensor:
+        """Recurrent states [slots, HV, V_h, K], a view of the cache."""
+        return compat.recurrent_state(self, self.native_cpu)
 
     def clear(self, slots: torch.Tensor) -> None:
         """Set the states in ``slots`` to those before a sequence's first token."""
         slots = slots.long()
-        compat.conv_state(self)[slots] = 0
-        compat.recurrent_state(self, self.native_cpu)[slots] = 0
+        self.conv_state()[slots] = 0
+        self.recurrent_state()[slots] = 0
 
-    def block_table(self) -> torch.Tensor:
-        """Cache blocks of the requests whose trees were verified last, [n, blocks]."""
-        assert self._pending is not None
-        return self._pending[0].block_table
+
+@dataclass(frozen=True)
+class Boundary:
+    """Where paths are committed with prefix caching, each int32 [n].
+
+    Attributes:
+        final: slot of the state after the whole path.
+        slot: slot of the state at a cache block's boundary that the path crosses, or -1.
+        count: path nodes up to the boundary.
+    """
+
+    final: torch.Tensor
+    slot: torch.Tensor
+    count: torch.Tensor
+
+
+def commit_layers(
+    layers: list[TreeGatedDeltaNet],
+    step: TreeStep,
+    state_indices: torch.Tensor,
+    boundary: Boundary | None,
+) -> None:
+    """Advance the states of layers that share their slots along the accepted paths.
+
+    On a GPU two launches, or three with prefix caching, whatever the number of layers.
+
+    Args:
+        layers: which verified the trees of ``step``.
+        step: with its paths.
+        state_indices: slots that the verification read, int32 [n].
+        boundary: slots to write with prefix caching; else the ones that were read.
+    """
+    assert step.path is not None and step.length is not None
+    stashes, conv_stashes = zip(*(layer.stash(step) for layer in layers), strict=True)
+    conv_states = [layer.conv_state() for layer in layers]
+    final = state_indices if boundary is None else boundary.final
+    # The recurrence first: from raw rows, it reads the committed ones.
+    gdn_commit_layers(
+        stashes,
+        step.path,
+        step.length,
+        [layer.recurrent_state() for layer in layers],
+        final,
+        source_indices=state_indices,
+        boundary_indices=None if boundary is None else boundary.slot,
+        boundary_length=None if boundary is None else boundary.count,
+    )
+    targets = [(final, step.length)]
+    if boundary is not None:
+        # The boundary first: the final slot may be the one that is read.
+        targets.insert(0, (boundary.slot, boundary.count))
+    for slots, nodes in targets:
+        conv_commit_layers(
+            conv_stashes, step.path, nodes, conv_states, slots, source_indices=state_indices
+        )
+
+
+def reserve_stashes(
+    layers: list[TreeGatedDeltaNet], entries: int, depth: int, device: torch.device
+) -> int:
+    """Give layers on a GPU the memory that their trees are verified in.
+
+    Raw rows and gates of every node, per layer, until a path is committed; and one set of
+    convolved rows, which the layers share. About 1.0 MB a node over 48 layers of 10,240 channels.
+
+    Args:
+        layers: the target's GDN layers.
+        entries: most nodes of a batch.
+        depth: deepest level of a tree.
+        device: where they run.
+
+    Returns:
+        Bytes reserved; 0 on a CPU, where the references make what they need.
+    """
+    if not layers or not layers[0].runs_kernels(device):
+        return 0
+    channels, dtype = layers[0].conv_channels(), layers[0].get_state_dtype()[0]
+    shared = torch.empty(entries * channels, dtype=dtype, device=device)
+    total = shared.nbytes
+    for layer in layers:
+        total += layer.reserve(entries, depth, shared)
+    return total

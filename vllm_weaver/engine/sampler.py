@@ -202,7 +202,7 @@ class _Rows:
         self, state: TreeStateMixin, batch: InputBatch, invalid_drafts: torch.Tensor | None
     ):
         self.starts_np = batch.cu_num_logits_np
-        self.layout = RowLayout(np.diff(self.starts_np), batch.cu_num_logits.device)
+        self.layout = RowLayout.of(np.diff(self.starts_np), batch.cu_num_logits.device)
         self.input_ids = batch.input_ids[batch.logits_indices]
         draft_tokens = self.input_ids
         if invalid_drafts is not None:

@@ -14,16 +14,26 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
 
 from vllm_weaver.engine.attention import CacheLayer, TreeBuilderMixin
-from vllm_weaver.engine.compat import has_custom_logits_processors, is_target_attention
+from vllm_weaver.engine.compat import (
+    has_custom_logits_processors,
+    init_logger,
+    is_target_attention,
+)
 from vllm_weaver.engine.config import WeaverConfigError, draft_depth, options_of
-from vllm_weaver.engine.gdn_layer import TreeGatedDeltaNet
+from vllm_weaver.engine.gdn_layer import (
+    Boundary,
+    TreeGatedDeltaNet,
+    commit_layers,
+    reserve_stashes,
+)
 from vllm_weaver.engine.sampler import TreeSampler
 from vllm_weaver.engine.stats import StepStats, stats_file
-from vllm_weaver.engine.step import RequestTrees, TreeStep, depth_offset
+from vllm_weaver.engine.step import RequestTrees, StepBuffers, TreeStep, depth_offset
 from vllm_weaver.ops import compact_kv
 
 if TYPE_CHECKING:
@@ -32,6 +42,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu.block_table import BlockTables
     from vllm.v1.worker.gpu.input_batch import InputBatch
     from vllm.v1.worker.gpu.states import RequestState
+
+logger = init_logger(__name__)
 
 # Base of the mixin, whose methods come from the state that it is mixed into.
 _State: Any = object
@@ -74,6 +86,9 @@ class TreeStateMixin(_State):
         self.budget: int = spec.num_speculative_tokens
         self.depth = draft_depth(self.vllm_config)
         self.trees = RequestTrees(self.max_num_reqs, self.budget, self.device)
+        self.buffers = StepBuffers(
+            self.max_num_reqs, self.budget + 1, self._conv_width(), self.device
+        )
         self.chain_only = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=self.device)
         first_rank = self.vllm_config.parallel_config.rank == 0
         self.stats = StepStats(
@@ -87,6 +102,10 @@ class TreeStateMixin(_State):
         self._all_chains = False
         self._positions = torch.zeros(self.max_num_tokens, dtype=torch.int64, device=self.device)
         self._kv_groups: list[_KVGroup] = []
+
+    def _conv_width(self) -> int:
+        """Taps of the target's causal convolution; a dense model has none."""
+        return 0
 
     # ------------------------------------------------------------------ requests
 
@@ -134,13 +153,16 @@ class TreeStateMixin(_State):
         model_specific_attn_metadata: Any = None,
     ) -> dict[str, Any]:
         """Lay out this batch's trees and hand them to the metadata builders."""
-        self.step = None if for_capture else self._tree_step(input_batch)
+        if for_capture:
+            self.step, shown = None, self._captured_step(input_batch)
+        else:
+            self.step, shown = self._tree_step(input_batch, cudagraph_mode)
         self.slot_mappings = slot_mappings
         for groups in attn_groups:
             for group in groups:
                 builder = group.get_metadata_builder(ubatch_idx)
                 if isinstance(builder, TreeBuilderMixin):
-                    builder.tree_step = self.step
+                    builder.tree_step = shown
         return super().prepare_attn(
             input_batch,
             cudagraph_mode,
@@ -153,10 +175,18 @@ class TreeStateMixin(_State):
             model_specific_attn_metadata,
         )
 
-    def _tree_step(self, batch: InputBatch) -> TreeStep | None:
+    def _captured_step(self, batch: InputBatch) -> TreeStep | None:
+        """What a whole-step graph reads; None for one of single tokens, which carry no trees."""
+        rows = batch.num_tokens // batch.num_reqs
+        return self.buffers.clear(batch.num_reqs, rows) if rows > 1 else None
+
+    def _tree_step(
+        self, batch: InputBatch, cudagraph_mode: Any
+    ) -> tuple[TreeStep | None, TreeStep | None]:
+        """The step of the requests that carry trees, and that of a padded graph's requests."""
         drafts = batch.num_draft_tokens_per_req
         if drafts is None or not drafts.any():
-            return None
+            return None, None
         n = int((drafts > 0).sum())
         row_counts = drafts[:n] + 1
         scheduled = np.diff(batch.query_start_loc_np[: n + 1])
@@ -165,8 +195,18 @@ class TreeStateMixin(_State):
                 "weaver: a batch mixes prompt tokens and drafts in one request "
                 f"(scheduled {scheduled.tolist()}, drafts {drafts.tolist()}); this is a bug"
             )
-        return TreeStep.create(
-            self.trees, batch.idx_mapping, row_counts, batch.input_ids, batch.seq_lens
+        slots = batch.idx_mapping[:n]
+        if (row_counts != row_counts[0]).any():
+            step = TreeStep.create(self.trees, slots, row_counts, batch.input_ids, batch.seq_lens)
+            return step, step
+        whole_graph = cudagraph_mode == CUDAGraphMode.FULL
+        return self.buffers.fill(
+            self.trees,
+            slots,
+            int(row_counts[0]),
+            batch.input_ids,
+            batch.seq_lens,
+            padded=batch.num_reqs_after_padding if whole_graph else n,
         )
 
     def prepare_inputs(
@@ -217,7 +257,8 @@ class TreeStateMixin(_State):
         assert step.path is not None and step.length is not None
         for group in self._kv_groups:
             slots = step.layout.pack(self.slot_mappings[group.index])
-            slots = torch.where(step.layout.exists, slots, torch.full_like(slots, -1))
+            if not step.layout.uniform:
+                slots = torch.where(step.layout.exists, slots, torch.full_like(slots, -1))
             caches = [cache for layer in group.layers for cache in layer.caches()]
             compact_kv(caches, slots, step.path, step.length)
 
@@ -229,13 +270,39 @@ class DenseTreeState(TreeStateMixin, DefaultModelState):
 class HybridTreeState(TreeStateMixin, MambaHybridModelState):
     """State of a target with attention and Gated DeltaNet layers."""
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._gdn_groups: list[list[TreeGatedDeltaNet]] = []
+        self._metadata: dict[str, Any] = {}
+        nbytes = reserve_stashes(
+            self._gdn_layers(), self.max_num_reqs * (self.budget + 1), self.depth, self.device
+        )
+        if nbytes:
+            logger.info(
+                "vllm-weaver: %.2f GiB hold the rows that a commit may need (%d requests of %d)",
+                nbytes / 2**30,
+                self.max_num_reqs,
+                self.budget + 1,
+            )
+
+    def _gdn_layers(self) -> list[TreeGatedDeltaNet]:
+        layers = self.vllm_config.compilation_config.static_forward_context
+        return [x for x in layers.values() if isinstance(x, TreeGatedDeltaNet)]
+
+    def _conv_width(self) -> int:
+        return max((layer.conv_kernel_size for layer in self._gdn_layers()), default=0)
+
     def initialize_kv_cache(
         self, kv_cache_config: KVCacheConfig, block_tables: BlockTables
     ) -> None:
         """Find the GDN layers; check what committing across cache blocks relies on."""
         super().initialize_kv_cache(kv_cache_config, block_tables)
         layers = self.vllm_config.compilation_config.static_forward_context
-        self._gdn_layers = [x for x in layers.values() if isinstance(x, TreeGatedDeltaNet)]
+        self._gdn_groups = []
+        for group in kv_cache_config.kv_cache_groups:
+            members = [layers[name] for name in group.layer_names]
+            if ours := [x for x in members if isinstance(x, TreeGatedDeltaNet)]:
+                self._gdn_groups.append(ours)
         if not self._align_mode:
             return
         _, spec = self._get_mamba_group_info(kv_cache_config)
@@ -249,12 +316,12 @@ class HybridTreeState(TreeStateMixin, MambaHybridModelState):
 
     def prepare_attn(self, input_batch: InputBatch, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Lay out this batch's trees; clear the states that their first tokens start from."""
-        metadata = super().prepare_attn(input_batch, *args, **kwargs)
+        self._metadata = super().prepare_attn(input_batch, *args, **kwargs)
         if self.step is not None:
-            self._clear_unstarted(input_batch, metadata)
-        return metadata
+            self._clear_unstarted(input_batch)
+        return self._metadata
 
-    def _clear_unstarted(self, batch: InputBatch, metadata: dict[str, Any]) -> None:
+    def _clear_unstarted(self, batch: InputBatch) -> None:
         """A prompt of one token that joins running requests is verified as a tree at once.
 
         vLLM pads it with placeholder drafts, so that no prefill kernel runs that would ignore
@@ -266,8 +333,9 @@ class HybridTreeState(TreeStateMixin, MambaHybridModelState):
         if not len(unstarted):
             return
         rows = torch.from_numpy(unstarted).to(self.device)
-        for layer in self._gdn_layers:
-            layer.clear(metadata[layer.prefix].state_indices[rows])
+        for group in self._gdn_groups:
+            for layer in group:
+                layer.clear(self._metadata[layer.prefix].state_indices[rows])
 
     def commit_recurrent(self, step: TreeStep, idx_mapping: torch.Tensor) -> None:
         """Advance conv and recurrent states of all GDN layers along the accepted paths.
@@ -277,8 +345,13 @@ class HybridTreeState(TreeStateMixin, MambaHybridModelState):
         also leaves the state at that boundary in the block that ends there.
         """
         assert step.path is not None and step.length is not None
-        for layer in self._gdn_layers:
-            layer.commit(step.path, step.length, self._boundary(step, layer))
+        n = step.num_requests
+        for group in self._gdn_groups:
+            metadata = self._metadata[group[0].prefix]
+            boundary = None
+            if self._align_mode:
+                boundary = self._boundary(step, metadata.block_table[:n])
+            commit_layers(group, step, metadata.state_indices[:n], boundary)
         if self._align_mode:
             columns = self._final_column(step)
             self._mamba_state_idx_gpu[step.slots] = columns.to(torch.int32)
@@ -288,20 +361,15 @@ class HybridTreeState(TreeStateMixin, MambaHybridModelState):
         last = (step.context_lens + step.length - 1).clamp(min=0)
         return (last // self._mamba_block).long()
 
-    def _boundary(
-        self, step: TreeStep, layer: TreeGatedDeltaNet
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-        """Slots of the final state and of the state at a crossed block boundary.
+    def _boundary(self, step: TreeStep, table: torch.Tensor) -> Boundary:
+        """Where the states of the accepted paths go, with prefix caching.
 
-        Returns:
-            None without prefix caching; else (final slot, boundary slot or -1, number of path
-            nodes up to the boundary), each [n].
+        Args:
+            step: with its paths.
+            table: cache blocks of its requests, [n, blocks].
         """
-        if not self._align_mode:
-            return None
         assert step.length is not None
         block = self._mamba_block
-        table = layer.block_table()
         final = table.gather(1, self._final_column(step)[:, None])[:, 0]
         boundary = (step.context_lens // block + 1) * block
         crossed = step.context_lens + step.length > boundary
@@ -309,4 +377,4 @@ class HybridTreeState(TreeStateMixin, MambaHybridModelState):
         slot = table.gather(1, column[:, None])[:, 0]
         slot = torch.where(crossed, slot, torch.full_like(slot, -1))
         count = torch.where(crossed, boundary - step.context_lens, torch.zeros_like(boundary))
-        return final, slot, count.to(torch.int32)
+        return Boundary(final.to(torch.int32), slot.to(torch.int32), count.to(torch.int32))

@@ -4,13 +4,16 @@
 :class:`RequestTrees` keeps one tree per request slot between proposal and verification.
 :class:`RowLayout` maps between a batch's flat entries and rows [requests, T].
 :class:`TreeStep` is one step's view: which leading requests of the batch carry a tree, and, after
-sampling, which path was accepted. None knows of layers, caches or sampling parameters.
+sampling, which path was accepted. :class:`StepBuffers` holds the trees of a batch whose requests
+all have as many rows, at addresses that a captured CUDA graph can go on reading. None knows of
+layers, caches or sampling parameters.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -93,10 +96,17 @@ class RowLayout:
         self.num_entries = int(starts[-1])
         self.num_rows = rows
         self.uniform = bool((counts == rows).all())
-        self.counts = torch.from_numpy(counts).to(device)
-        self.index = torch.from_numpy(index.astype(np.int64)).to(device)
-        self.row_of_entry = torch.from_numpy(np.flatnonzero(exists)).to(device)
-        self.exists = torch.from_numpy(exists).to(device)
+        self.counts = _upload(counts, device)
+        self.index = _upload(index.astype(np.int64), device)
+        self.row_of_entry = _upload(np.flatnonzero(exists), device)
+        self.exists = _upload(exists, device)
+
+    @classmethod
+    def of(cls, counts: np.ndarray, device: torch.device) -> RowLayout:
+        """The layout of requests with ``counts`` rows; that of equal counts is made only once."""
+        if (counts == counts[0]).all():
+            return _uniform_layout(len(counts), int(counts[0]), device)
+        return cls(counts, device)
 
     def pack(self, entries: torch.Tensor) -> torch.Tensor:
         """Rows [n, T, ...] of a flat tensor; rows that do not exist hold anything."""
@@ -130,6 +140,19 @@ class RowLayout:
         place = torch.where(on_path, self.index[:, :width], root)
         order[place.flatten()] = torch.where(on_path, source, root).flatten()
         return order
+
+
+def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array on the device, without waiting for it."""
+    tensor = torch.from_numpy(array)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
+@lru_cache(maxsize=1024)
+def _uniform_layout(num_requests: int, num_rows: int, device: torch.device) -> RowLayout:
+    return RowLayout(np.full(num_requests, num_rows), device)
 
 
 def depth_offset(tree: DraftTree, layout: RowLayout) -> torch.Tensor:
@@ -180,7 +203,7 @@ class TreeStep:
             input_ids: tokens of the batch.
             seq_lens: tokens of each request with its rows, int32 [>= n].
         """
-        layout = RowLayout(row_counts, input_ids.device)
+        layout = RowLayout.of(row_counts, input_ids.device)
         slots = slots[: layout.num_requests]
         return cls(
             layout=layout,
@@ -227,3 +250,109 @@ class TreeStep:
                 *(column.tolist() for column in columns), strict=True
             )
         ]
+
+
+class StepBuffers:
+    """Trees of a batch whose requests all have T rows, at addresses that stay.
+
+    A captured graph of R requests reads the first R * T places of every buffer, whichever batch
+    has been put there; requests beyond the batch have no nodes, so that nothing is computed for
+    them and nothing written.
+
+    Args:
+        max_requests: most requests of a batch.
+        max_rows: most rows T of a request, root included.
+        conv_width: taps of the target's causal convolution; 0 if it has none.
+        device: where the buffers live.
+    """
+
+    def __init__(self, max_requests: int, max_rows: int, conv_width: int, device: torch.device):
+        entries, words = max_requests * max_rows, (max_rows + 63) // 64
+        self._max_requests = max_requests
+        self._conv_width = conv_width
+
+        def flat(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=device)
+
+        self._tokens, self._parents, self._depths = flat(entries), flat(entries), flat(entries)
+        self._ancestors = flat(entries * words, torch.int64)
+        self._num_nodes, self._context_lens = flat(max_requests), flat(max_requests)
+        self._conv_table = flat(entries * max(conv_width - 1, 0))
+        self._slots = flat(max_requests, torch.int64)
+        self._views: dict[tuple[int, int], TreeStep] = {}
+
+    def nbytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(x.nbytes for x in vars(self).values() if isinstance(x, torch.Tensor))
+
+    def view(self, num_requests: int, num_rows: int) -> TreeStep:
+        """The trees of the first ``num_requests`` requests of ``num_rows`` rows, as they stand."""
+        key = num_requests, num_rows
+        if key not in self._views:
+            entries, words = num_requests * num_rows, (num_rows + 63) // 64
+
+            def rows(flat: torch.Tensor, last: int | None = None) -> torch.Tensor:
+                part = flat[: entries * (last or 1)]
+                return part.view(num_requests, num_rows, *([] if last is None else [last]))
+
+            step = TreeStep(
+                layout=_uniform_layout(num_requests, num_rows, self._tokens.device),
+                slots=self._slots[:num_requests],
+                tree=DraftTree(
+                    tokens=rows(self._tokens),
+                    parents=rows(self._parents),
+                    depths=rows(self._depths),
+                    num_nodes=self._num_nodes[:num_requests],
+                    ancestors=rows(self._ancestors, words),
+                ),
+                context_lens=self._context_lens[:num_requests],
+            )
+            if self._conv_width > 1:
+                width = self._conv_width
+                step._conv_tables[width] = rows(self._conv_table, width - 1)
+            self._views[key] = step
+        return self._views[key]
+
+    def clear(self, num_requests: int, num_rows: int) -> TreeStep:
+        """Requests without nodes, for a graph that is being captured."""
+        step = self.view(num_requests, num_rows)
+        step.tree.num_nodes.zero_()
+        return step
+
+    def fill(
+        self,
+        trees: RequestTrees,
+        slots: torch.Tensor,
+        num_rows: int,
+        input_ids: torch.Tensor,
+        seq_lens: torch.Tensor,
+        padded: int,
+    ) -> tuple[TreeStep, TreeStep]:
+        """Put a batch into the buffers.
+
+        Args:
+            trees: the stored trees.
+            slots: request slots, int64 [n].
+            num_rows: T, scheduled rows of each request, root included.
+            input_ids: tokens of the batch, [>= n * T].
+            seq_lens: tokens of each request with its rows, int32 [>= padded].
+            padded: requests of the graph, at least n.
+
+        Returns:
+            The step of the n requests, and that of all ``padded`` ones.
+        """
+        n = len(slots)
+        live, whole = self.view(n, num_rows), self.view(padded, num_rows)
+        loaded = trees.load(slots, input_ids[: n * num_rows].view(n, num_rows), live.layout.counts)
+        for part in dataclasses.fields(loaded):
+            getattr(live.tree, part.name).copy_(getattr(loaded, part.name))
+        self._slots[:n].copy_(slots)
+        torch.sub(seq_lens[:n], num_rows, out=live.context_lens)
+        if padded > n:
+            whole.tree.num_nodes[n:].zero_()
+            whole.context_lens[n:].zero_()
+        if self._conv_width > 1:
+            width = self._conv_width
+            table = conv_table(live.tree.parents, live.tree.num_nodes, width)
+            live._conv_tables[width].copy_(table)
+        return live, whole

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole-step CUDA graphs without a GPU: a replay runs the forward pass that was captured.
+
+What a graph freezes is frozen here too: the metadata built at capture, the inputs given then, the
+number of requests. A replay sees a new batch only through tensors at the addresses of that time,
+so a buffer that is made anew each step, or a padding request that is not inert, gives wrong tokens
+here as it would on a GPU. vLLM's own dispatch, padding and output buffers are used as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from running import TreeEngine
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
+
+
+class Graph:
+    """A captured forward pass, and how often it was replayed."""
+
+    def __init__(self, forward: Callable[[CUDAGraphMode], None]):
+        self.forward = forward
+        self.replays = 0
+
+    @torch.inference_mode()
+    def replay(self) -> None:
+        self.replays += 1
+        self.forward(CUDAGraphMode.NONE)
+
+
+@torch.inference_mode()
+def _capture(manager: CudaGraphManager, create_forward: Any, *_: Any) -> None:
+    for desc in manager._capture_descs[CUDAGraphMode.FULL]:
+        create_forward(desc, warmup=True)(CUDAGraphMode.NONE)
+        forward = create_forward(desc, warmup=False)
+        forward(CUDAGraphMode.NONE)
+        manager.graphs[desc] = Graph(forward)
+    manager._graphs_captured = True
+
+
+def capture_target(
+    trees: TreeEngine, monkeypatch: pytest.MonkeyPatch, batches: tuple[int, ...]
+) -> dict[Any, Graph]:
+    """Let the target's uniform batches of an engine run as replays.
+
+    Args:
+        trees: an engine whose runner captured nothing.
+        monkeypatch: undoes it.
+        batches: requests of the graphs; a batch between two of them is padded.
+
+    Returns:
+        The graphs by their descriptor.
+    """
+    runner = trees.runner
+    rows = runner.decode_query_len
+    compilation = runner.vllm_config.compilation_config
+    monkeypatch.setattr(compilation, "cudagraph_capture_sizes", [n * rows for n in batches])
+    monkeypatch.setattr(compilation, "max_cudagraph_capture_size", batches[-1] * rows)
+    monkeypatch.setattr(
+        "vllm.platforms.cpu.CpuPlatform.get_global_graph_pool", lambda *_: None, raising=False
+    )
+    monkeypatch.setattr(CudaGraphManager, "capture", _capture)
+    manager = ModelCudaGraphManager(
+        runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, rows
+    )
+    manager.capture(
+        runner.model,
+        runner.model_state,
+        runner.input_buffers,
+        runner.intermediate_tensors,
+        runner.block_tables,
+        runner.attn_groups,
+        runner.kv_cache_config,
+        use_aux_hidden_state_outputs=runner.use_aux_hidden_state_outputs,
+    )
+    monkeypatch.setattr(runner, "cudagraph_manager", manager)
+    return manager.graphs

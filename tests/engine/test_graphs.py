@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a whole-step graph freezes may not matter: replayed steps give plain decoding's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from replay import capture_target
+from running import Plain, TreeEngine, assert_same, greedy, sampled, tokens
+from test_lossless import joining
+
+from vllm_weaver.engine.gdn_layer import TreeGatedDeltaNet
+
+TreesOf = Callable[..., Any]
+
+
+def test_replayed_steps_give_plain_decodings_tokens(
+    plain: Plain, trees: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches that grow and shrink, padded to graphs of 1, 2 and 4 requests."""
+    graphs = capture_target(trees, monkeypatch, (1, 2, 4))
+    assert {(d.num_reqs, d.num_tokens) for d in graphs} == {(1, 13), (2, 26), (4, 52)}
+    joining(trees, plain)
+    replays = {d.num_reqs: graph.replays for d, graph in graphs.items()}
+    assert all(replays.values()), replays
+
+
+def test_padding_requests_touch_nothing(
+    plain: Plain, trees: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One graph of 4 requests for batches of 1 to 3, whose slots had other owners before."""
+    graphs = capture_target(trees, monkeypatch, (4,))
+    for count in (3, 1, 2):
+        prompts = [tokens(5 + i, 30 + count) for i in range(count)]
+        want = plain.outputs(prompts, greedy(16))
+        trees.oracle.follow(want)
+        assert_same(trees.generate(prompts, greedy(16)), want, plain)
+    assert sum(graph.replays for graph in graphs.values()) > 6
+
+
+@pytest.fixture(scope="module")
+def kernels(tiny_models: dict[str, Path]) -> Any:
+    """A hybrid engine whose GDN layers run the GPU's kernels, in Triton's interpreter."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TreeGatedDeltaNet, "runs_kernels", lambda *_: True)
+        return TreeEngine(tiny_models, "hybrid", budget=5)
+
+
+def test_the_gpus_layer_path_gives_plain_decodings_tokens(
+    plain_of: Callable[..., Plain], kernels: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reserved memory, raw stash and commits of all layers in one launch; eager, then replayed."""
+    plain, trees = plain_of("hybrid"), kernels
+    prompts = [tokens(6 + i, 40) for i in range(3)]
+    params = [greedy(10), greedy(12), sampled(8, seed=3)]
+    want = plain.outputs(prompts, params)
+    trees.oracle.follow(want)
+    assert_same(trees.generate(prompts, params), want, plain)
+    graphs = capture_target(trees, monkeypatch, (1, 4))
+    trees.oracle.reset()
+    trees.oracle.follow(want)
+    assert_same(trees.generate(prompts, params), want, plain)
+    assert sum(graph.replays for graph in graphs.values()) > 3
+    assert trees.stats()["mean_accepted_length"] > 1.5
