@@ -18,6 +18,8 @@ from running import TreeEngine
 from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
+from vllm_weaver.engine.compat import decode_widths
+
 
 class Graph:
     """A captured forward pass, and how often it was replayed."""
@@ -58,8 +60,10 @@ def capture_target(
     runner = trees.runner
     rows = runner.decode_query_len
     compilation = runner.vllm_config.compilation_config
-    monkeypatch.setattr(compilation, "cudagraph_capture_sizes", [n * rows for n in batches])
-    monkeypatch.setattr(compilation, "max_cudagraph_capture_size", batches[-1] * rows)
+    widths = decode_widths(runner.vllm_config)
+    sizes = sorted({n * width for n in batches for width in widths})
+    monkeypatch.setattr(compilation, "cudagraph_capture_sizes", sizes)
+    monkeypatch.setattr(compilation, "max_cudagraph_capture_size", sizes[-1])
     monkeypatch.setattr(
         "vllm.platforms.cpu.CpuPlatform.get_global_graph_pool", lambda *_: None, raising=False
     )
@@ -67,6 +71,10 @@ def capture_target(
     manager = ModelCudaGraphManager(
         runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, rows
     )
+    # An engine that knows of graphs from its start has room for all of them.
+    full = manager._capture_descs[CUDAGraphMode.FULL]
+    fits = runner.model_state.buffers.fits
+    full[:] = [d for d in full if fits(d.num_reqs, d.num_tokens // d.num_reqs)]
     manager.capture(
         runner.model,
         runner.model_state,

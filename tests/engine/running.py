@@ -256,13 +256,15 @@ class TreeEngine(Engine):
         budget: int = BUDGET,
         block: int = 8,
         weaver: dict[str, Any] | None = None,
+        rows_per_step: int | None = None,
         **options: Any,
     ):
+        weaver = weaver or {"adapter": str(models[f"{target}-weaver{block}"])}
+        if rows_per_step is not None:
+            weaver = {**weaver, "rows_per_step": rows_per_step}
         super().__init__(
             models[target],
-            weaver={"adapter": str(models[f"{target}-weaver{block}"])}
-            if weaver is None
-            else weaver,
+            weaver=weaver,
             drafter=models[f"{target}-dflash{block}"],
             budget=budget,
             **options,

@@ -41,12 +41,34 @@ def test_padding_requests_touch_nothing(
     assert sum(graph.replays for graph in graphs.values()) > 6
 
 
+def test_larger_batches_have_smaller_trees_or_none(
+    plain: Plain, trees_of: TreesOf, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Alone a request gets 12 nodes, two get one each, more are decoded plainly."""
+    trees = trees_of(target, rows_per_step=5)
+    schedule = trees.runner.vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+    assert schedule == [(1, 1, 12), (2, 2, 1), (3, 4, 0)]
+    prompts = [tokens(n, 50) for n in (9, 3, 1, 20)]
+    lengths = (6, 12, 18, 24)
+    params = [greedy(n) for n in lengths]
+    want = plain.outputs(prompts, params)
+    trees.oracle.follow(want)
+    assert_same(trees.generate(prompts, params), want, plain)
+    stats = trees.stats()
+    assert 2 < stats["tree_nodes"] / stats["target_passes"] <= 12
+    graphs = capture_target(trees, monkeypatch, (1, 2))
+    trees.oracle.follow(want)
+    assert_same(trees.generate(prompts, params), want, plain)
+    replayed = {d.uniform_token_count for d, graph in graphs.items() if graph.replays}
+    assert {2, 13} <= replayed, replayed
+
+
 @pytest.fixture(scope="module")
 def kernels(tiny_models: dict[str, Path]) -> Any:
     """A hybrid engine whose GDN layers run the GPU's kernels, in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TreeGatedDeltaNet, "runs_kernels", lambda *_: True)
-        return TreeEngine(tiny_models, "hybrid", budget=5)
+        return TreeEngine(tiny_models, "hybrid", budget=3)
 
 
 def test_the_gpus_layer_path_gives_plain_decodings_tokens(
@@ -54,14 +76,13 @@ def test_the_gpus_layer_path_gives_plain_decodings_tokens(
 ) -> None:
     """Reserved memory, raw stash and commits of all layers in one launch; eager, then replayed."""
     plain, trees = plain_of("hybrid"), kernels
-    prompts = [tokens(6 + i, 40) for i in range(3)]
-    params = [greedy(10), greedy(12), sampled(8, seed=3)]
+    prompts = [tokens(6 + i, 40) for i in range(2)]
+    params = [greedy(6), sampled(5, seed=3)]
     want = plain.outputs(prompts, params)
     trees.oracle.follow(want)
     assert_same(trees.generate(prompts, params), want, plain)
-    graphs = capture_target(trees, monkeypatch, (1, 4))
-    trees.oracle.reset()
+    graphs = capture_target(trees, monkeypatch, (2,))
     trees.oracle.follow(want)
     assert_same(trees.generate(prompts, params), want, plain)
-    assert sum(graph.replays for graph in graphs.values()) > 3
-    assert trees.stats()["mean_accepted_length"] > 1.5
+    assert sum(graph.replays for graph in graphs.values()) > 1
+    assert trees.stats()["mean_accepted_length"] > 1.2

@@ -534,11 +534,92 @@ def choose_backends(vllm_config: VllmConfig) -> None:
     spec = vllm_config.speculative_config
     if spec is not None and spec.attention_backend is None:
         spec.attention_backend = AttentionBackendEnum.FLASH_ATTN
-    if vllm_config.compilation_config.cudagraph_mode != CUDAGraphMode.NONE:
-        # The rows of a tree are laid out on the host each step, so whole-step graphs cannot
-        # replay them; piecewise graphs leave attention and GDN cores outside.
-        vllm_config.compilation_config.cudagraph_mode = CUDAGraphMode.PIECEWISE
-        logger.info("vllm-weaver: CUDA graphs run piecewise")
+    compilation = vllm_config.compilation_config
+    if compilation.cudagraph_mode == CUDAGraphMode.FULL:
+        # Prompts beside trees are not captured whole; batches of trees alone are.
+        compilation.cudagraph_mode = CUDAGraphMode.FULL_AND_PIECEWISE
+        logger.info("vllm-weaver: CUDA graphs are whole for trees, piecewise for mixed batches")
+    if (
+        compilation.cudagraph_capture_sizes is None
+        and compilation.max_cudagraph_capture_size is None
+        and compilation.cudagraph_mode != CUDAGraphMode.NONE
+        and not vllm_config.model_config.enforce_eager
+    ):
+        compilation.cudagraph_capture_sizes = capture_sizes(
+            max(_DEFAULT_CAPTURE_TOKENS, max_step_rows(vllm_config)),
+            vllm_config.scheduler_config.max_num_batched_tokens,
+        )
+
+
+#: vLLM's own bound for graphs on Hopper, in tokens.
+_DEFAULT_CAPTURE_TOKENS = 512
+
+
+def choose_tree_sizes(vllm_config: VllmConfig, rows_per_step: int) -> None:
+    """Let large batches have smaller trees, unless the user has said how large."""
+    from vllm_weaver.engine.config import tree_sizes
+
+    spec = vllm_config.speculative_config
+    most = vllm_config.scheduler_config.max_num_seqs
+    assert spec is not None
+    if spec.num_speculative_tokens_per_batch_size is not None:
+        return
+    if most * (spec.num_speculative_tokens + 1) <= rows_per_step:
+        return
+    sizes = tree_sizes(spec.num_speculative_tokens, most, rows_per_step)
+    spec.num_speculative_tokens_per_batch_size = sizes
+    logger.info(
+        "vllm-weaver: nodes of a tree by batch size: %s",
+        ", ".join(f"{first} to {last}: {nodes}" for first, last, nodes in sizes),
+    )
+
+
+def decode_widths(vllm_config: VllmConfig) -> dict[int, int]:
+    """Rows of a request in a decoding step, and the most requests that are decoded so wide."""
+    from vllm.v1.spec_decode.dynamic.utils import build_dynamic_sd_schedule_lookup
+
+    most = vllm_config.scheduler_config.max_num_seqs
+    spec = vllm_config.speculative_config
+    assert spec is not None
+    if spec.num_speculative_tokens_per_batch_size is None:
+        return {spec.num_speculative_tokens + 1: most}
+    dense = build_dynamic_sd_schedule_lookup(
+        spec.num_speculative_tokens_per_batch_size, most, spec.num_speculative_tokens
+    )
+    widths: dict[int, int] = {}
+    for requests in range(1, most + 1):
+        widths[dense[requests] + 1] = requests
+    return widths
+
+
+def max_step_rows(vllm_config: VllmConfig) -> int:
+    """Most rows of a decoding batch, over all its requests."""
+    return max(rows * requests for rows, requests in decode_widths(vllm_config).items())
+
+
+def max_graph_rows(vllm_config: VllmConfig) -> int:
+    """Most rows of a batch that a whole-step graph may be captured for; 0 without graphs."""
+    spec = vllm_config.speculative_config
+    assert spec is not None
+    most = vllm_config.scheduler_config.max_num_seqs * (spec.num_speculative_tokens + 1)
+    return min(vllm_config.compilation_config.max_cudagraph_capture_size or 0, most)
+
+
+def capture_sizes(most: int, max_tokens: int) -> list[int]:
+    """Sizes of CUDA graphs, in tokens: four to an octave.
+
+    vLLM captures each of them rounded up to whole requests of each width, so a grid as fine as its
+    own would be captured many times over.
+
+    Args:
+        most: largest size wanted.
+        max_tokens: most tokens of a step.
+    """
+    sizes, step = [1, 2, 3, 4, 6], 4
+    while sizes[-1] < most:
+        sizes += [quarter * step // 2 for quarter in (4, 5, 6, 7)]
+        step *= 2
+    return sorted({min(size, most, max_tokens) for size in sizes})
 
 
 def with_num_speculative_tokens(vllm_config: VllmConfig, depth: int) -> VllmConfig:
@@ -547,6 +628,7 @@ def with_num_speculative_tokens(vllm_config: VllmConfig, depth: int) -> VllmConf
     config.speculative_config = copy.copy(vllm_config.speculative_config)
     assert config.speculative_config is not None
     config.speculative_config.num_speculative_tokens = depth
+    config.speculative_config.num_speculative_tokens_per_batch_size = None
     return config
 
 

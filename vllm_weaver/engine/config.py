@@ -46,6 +46,9 @@ class WeaverOptions:
         children: children that an expanded node offers to the frontier.
         expansion_width: nodes expanded per round; default ``ceil(budget / 16)``.
         candidate_pool: candidates per depth; default the adapter's own, or 64 for ``ddtree``.
+        rows_per_step: most rows of trees that one pass verifies. A batch whose trees of
+            ``budget`` nodes would have more gets smaller ones (see :func:`tree_sizes`), unless
+            ``num_speculative_tokens_per_batch_size`` says how large they are.
         check_ranks: compare the trees of all tensor-parallel ranks after every proposal and stop
             on a difference (a debugging aid: one small collective per step).
     """
@@ -56,6 +59,7 @@ class WeaverOptions:
     children: int = 8
     expansion_width: int | None = None
     candidate_pool: int | None = None
+    rows_per_step: int = 256
     check_ranks: bool = False
 
     @classmethod
@@ -105,15 +109,44 @@ class WeaverOptions:
             "children": (1, 512),
             "expansion_width": (1, MAX_BUDGET),
             "candidate_pool": (1, 4096),
+            "rows_per_step": (2, 65536),
         }
         for name, (low, high) in ranges.items():
             value = getattr(self, name)
-            if value is None and name != "children":
+            if value is None and name not in ("children", "rows_per_step"):
                 continue
             if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
                 raise WeaverConfigError(
                     f"weaver: {name} is {value!r}; pass a whole number from {low} to {high}"
                 )
+
+
+def tree_sizes(budget: int, max_requests: int, rows_per_step: int) -> list[tuple[int, int, int]]:
+    """Nodes of a tree by the size of the batch, so that no batch has too many rows.
+
+    Rows cost nothing while a pass is bound by reading the weights, and time in proportion beyond.
+    Widths halve, so that few CUDA graphs serve all batches, down to plain decoding.
+
+    Args:
+        budget: nodes of a tree without its root, in a batch that has room for them.
+        max_requests: largest batch.
+        rows_per_step: most rows of a batch, roots included.
+
+    Returns:
+        ``(first, last, nodes)`` of each range of batch sizes, as vLLM's
+        ``num_speculative_tokens_per_batch_size`` has it.
+    """
+    sizes: list[tuple[int, int, int]] = []
+    first, rows = 1, budget + 1
+    while first <= max_requests:
+        last = rows_per_step // rows if rows > 1 else max_requests
+        if first == 1:
+            last = max(last, 1)
+        if last >= first:
+            sizes.append((first, min(last, max_requests), rows - 1))
+            first = last + 1
+        rows = 2 ** ((rows - 1).bit_length() - 1) if rows > 1 else 1
+    return sizes
 
 
 def requested(vllm_config: Any) -> bool:
@@ -224,11 +257,6 @@ def _drafter_problems(config: Any, options: WeaverOptions) -> Iterator[str]:
     for flag in ("enable_adaptive_verification", "use_local_argmax_reduction"):
         if getattr(spec, flag, False):
             yield f"speculative_config.{flag} is on; it assumes a chain: switch it off"
-    if getattr(spec, "num_speculative_tokens_per_batch_size", None):
-        yield (
-            "num_speculative_tokens_per_batch_size is set; the tree budget is fixed: "
-            "pass num_speculative_tokens alone"
-        )
 
 
 def _parallel_problems(config: Any) -> Iterator[str]:

@@ -124,6 +124,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         self._gates: torch.Tensor | None = None
         self._shared: torch.Tensor | None = None
         self._max_depth: int | None = None
+        self._views: dict[tuple[int, int], GdnRawStash] = {}
         if self.trees:
             self.enable_fused_gdn_spec_decode = False
             if self.get_state_dtype()[1] != torch.float32:
@@ -278,9 +279,13 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         """The same in two launches, with the reserved memory; graphs can capture it."""
         step = metadata.step
         requests, rows = x_RTC.shape[:2]
-        assert self._shared is not None
         direct = step.layout.uniform and out.is_contiguous()
-        nodes, _ = gdn_tree_verify_raw(
+        scratch = stash = None
+        if self._fits(requests, rows):
+            assert self._shared is not None
+            scratch = self._shared[: x_RTC.numel()].view(x_RTC.shape)
+            stash = self._raw_stash(requests, rows)
+        nodes, stash = gdn_tree_verify_raw(
             x_RTC,
             self.conv_state(),
             compat.conv_weight(self),
@@ -296,10 +301,11 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             self.num_k_heads // self.tp_size,
             activation=self.activation,
             max_depth=self._max_depth,
-            rows=self._shared[: x_RTC.numel()].view(x_RTC.shape),
+            rows=scratch,
             out=out[: step.num_tokens].unflatten(0, (requests, rows)) if direct else None,
-            stash=self._raw_stash(requests, rows),
+            stash=stash,
         )
+        self._stash = stash, stash.conv
         if not direct:
             out[: step.num_tokens] = step.layout.flatten(nodes)
 
@@ -330,8 +336,22 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         self._shared, self._max_depth = shared, depth
         return self._rows.nbytes + self._gates.nbytes
 
+    def _fits(self, requests: int, rows: int) -> bool:
+        """Whether a batch's stash is in reserved memory."""
+        return self._rows is not None and requests * rows * self.conv_channels() <= len(self._rows)
+
+    def forget_views(self) -> None:
+        """Drop what was made for a KV cache that is there no more."""
+        self._views.clear()
+
     def _raw_stash(self, requests: int, rows: int) -> GdnRawStash:
         """The stash of a batch, which lies at the same place whatever the batch."""
+        shape = requests, rows
+        if shape not in self._views:
+            self._views[shape] = self._make_raw_stash(requests, rows)
+        return self._views[shape]
+
+    def _make_raw_stash(self, requests: int, rows: int) -> GdnRawStash:
         assert self._rows is not None and self._gates is not None
         shape = requests, rows
         heads, channels = self.num_v_heads // self.tp_size, self.conv_channels()
@@ -387,7 +407,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
 
     def stash(self, step: TreeStep) -> tuple[Any, Any]:
         """Recurrence and convolution stash of the trees of ``step``, which were verified last."""
-        if self._rows is None:
+        if not self._fits(step.num_requests, step.layout.num_rows):
             assert self._stash is not None
             # A padded graph has verified more requests than the batch has.
             live = slice(step.num_requests)

@@ -80,5 +80,6 @@ def activate(vllm_config: Any) -> None:
     if options.proposal == "weaver":
         check_adapter(vllm_config, options)
     compat.use_worker(vllm_config)
+    compat.choose_tree_sizes(vllm_config, options.rows_per_step)
     compat.choose_backends(vllm_config)
     compat.install_layers()

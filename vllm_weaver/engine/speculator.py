@@ -3,6 +3,9 @@
 
 Runs vLLM's DFlash forward pass unchanged, once per step, on the accepted path; keeps its
 marginals instead of its argmax; hands them to the :class:`~vllm_weaver.engine.proposer.Proposer`.
+
+All of that happens where vLLM samples its draft, so that one CUDA graph holds the drafter and the
+weaving of the tree. What it reads and writes beside vLLM's own buffers lies at addresses that stay.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 from vllm.config.compilation import CUDAGraphMode
@@ -19,6 +23,8 @@ from vllm_weaver.engine import compat
 from vllm_weaver.engine.config import draft_depth, options_of
 from vllm_weaver.engine.proposer import Marginals, Proposer, load_adapter
 from vllm_weaver.engine.state import DenseTreeState, HybridTreeState, TreeStateMixin
+from vllm_weaver.engine.step import TreeStep
+from vllm_weaver.tree import DraftTree
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -35,10 +41,10 @@ class WeaverSpeculator(DFlashSpeculator):
         self.budget: int = vllm_config.speculative_config.num_speculative_tokens
         self.depth = draft_depth(vllm_config)
         super().__init__(compat.with_num_speculative_tokens(vllm_config, self.depth), device)
-        self.tree_tokens = torch.zeros(
-            self.max_num_reqs, self.budget, dtype=torch.int64, device=device
-        )
         self.proposer: Proposer | None = None
+        self._inputs: Roots | None = None
+        self._trees: DraftTree | None = None
+        self._context_only = False
 
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
@@ -67,9 +73,25 @@ class WeaverSpeculator(DFlashSpeculator):
         self._allocate(self.proposer.pool_size)
 
     def _allocate(self, pool_size: int) -> None:
-        """Address-stable marginals, so that the drafter's graph can write them."""
+        """Marginals, what the trees start from and the trees, for a graph to read and write."""
         rows, shape = self.max_num_reqs, (self.max_num_reqs, self.depth, pool_size)
         on_device = {"device": self.device}
+        self._inputs = Roots(
+            states=torch.zeros(
+                rows, self.full_config.model_config.get_hidden_size(), dtype=self.dtype, **on_device
+            ),
+            tokens=torch.zeros(rows, dtype=torch.int64, **on_device),
+            chain_only=torch.zeros(rows, dtype=torch.bool, **on_device),
+        )
+        first = torch.zeros(rows, dtype=torch.int32, **on_device)
+        bare = DraftTree.root_only(first, self.budget + 1)
+        # Clones, since fields may be views that repeat one row.
+        self._trees = DraftTree(
+            **{
+                x.name: getattr(bare, x.name).clone(memory_format=torch.contiguous_format)
+                for x in dataclasses.fields(bare)
+            }
+        )
         self.marginals = Marginals(
             hidden=torch.zeros(rows, self.depth, self.hidden_size, dtype=self.dtype, **on_device),
             ids=torch.zeros(shape, dtype=torch.int64, **on_device),
@@ -86,7 +108,9 @@ class WeaverSpeculator(DFlashSpeculator):
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
-        """One drafter pass: states and marginals of all depths into the buffers."""
+        """One drafter pass: states and marginals of all depths, and the trees made of them."""
+        if self._context_only:
+            return
         states = self._run_model(
             num_tokens_padded,
             attn_metadata,
@@ -103,6 +127,16 @@ class WeaverSpeculator(DFlashSpeculator):
         self.marginals.ids[:num_reqs] = ids.view(shape)
         self.marginals.logits[:num_reqs] = best.view(shape)
         self.marginals.log_probs[:num_reqs] = (best - total).view(shape)
+
+        assert self.proposer is not None and self._inputs is not None and self._trees is not None
+        made = self.proposer.propose(
+            self._inputs.states[:num_reqs],
+            Marginals(**{name: x[:num_reqs] for name, x in vars(self.marginals).items()}),
+            self._inputs.tokens[:num_reqs],
+            self._inputs.chain_only[:num_reqs],
+        )
+        for field in dataclasses.fields(made):
+            getattr(self._trees, field.name)[:num_reqs] = getattr(made, field.name)
 
     @torch.inference_mode()
     def propose(
@@ -130,13 +164,29 @@ class WeaverSpeculator(DFlashSpeculator):
         Returns:
             Tokens of the trees in node order, root excluded, int64 [R, B].
         """
-        step = None if dummy_run else self.model_state.step
-        if step is not None and step.path is not None:
-            # DFlash takes the first rows of each request as its new context: the path must lead.
-            order = step.layout.path_first(step.path, step.length, last_hidden_states.shape[0])
-            last_hidden_states = last_hidden_states[order]
-            if aux_hidden_states:
-                aux_hidden_states = [states[order] for states in aux_hidden_states]
+        rows = input_batch.num_reqs
+        if not dummy_run:
+            step = self.model_state.step
+            if step is not None and step.path is not None:
+                # DFlash takes the first rows of each request as its new context.
+                if step.layout.uniform and step.num_requests == rows:
+                    order, input_batch, num_rejected = self._paths_alone(
+                        input_batch, step, num_rejected
+                    )
+                else:
+                    total = last_hidden_states.shape[0]
+                    order = step.layout.path_first(step.path, step.length, total)
+                last_hidden_states = last_hidden_states[order]
+                if aux_hidden_states:
+                    aux_hidden_states = [states[order] for states in aux_hidden_states]
+            slots = input_batch.idx_mapping
+            last_row = input_batch.query_start_loc[1 : rows + 1] - num_rejected - 1
+            assert self._inputs is not None
+            self._inputs.states[:rows] = last_hidden_states[last_row.long()]
+            self._inputs.tokens[:rows] = last_sampled.flatten()[slots]
+            self._inputs.chain_only[:rows] = self.model_state.chain_only[slots]
+        # A batch too large for trees still adds to the drafter's context.
+        self._context_only = num_speculative_tokens == 0 and not dummy_run
         super().propose(
             input_batch,
             attn_metadata,
@@ -153,26 +203,73 @@ class WeaverSpeculator(DFlashSpeculator):
             dummy_run=dummy_run,
             skip_attn_for_dummy_run=skip_attn_for_dummy_run,
             mm_inputs=mm_inputs,
-            is_profile=is_profile,
+            # Keeps out of the graph, which holds the pass that is left out.
+            is_profile=is_profile or self._context_only,
         )
-        rows = input_batch.num_reqs
-        tokens = self.tree_tokens[:rows]
+        if self._context_only:
+            self._context_only = False
+            slots = input_batch.idx_mapping
+            self.model_state.trees.num_nodes[slots] = 1
+            return torch.zeros(rows, self.budget, dtype=torch.int64, device=self.device)
         if dummy_run:
-            return tokens.zero_()
-        assert self.proposer is not None
-        state: TreeStateMixin = self.model_state
-        slots = input_batch.idx_mapping
-        last_row = input_batch.query_start_loc[1 : rows + 1] - num_rejected - 1
-        tree = self.proposer.propose(
-            last_hidden_states[last_row.long()],
-            Marginals(**{name: x[:rows] for name, x in vars(self.marginals).items()}),
-            last_sampled.flatten()[slots],
-            state.chain_only[slots],
+            return torch.zeros(rows, self.budget, dtype=torch.int64, device=self.device)
+        assert self._trees is not None
+        tree = DraftTree(
+            **{x.name: getattr(self._trees, x.name)[:rows] for x in dataclasses.fields(DraftTree)}
         )
         if self.options.check_ranks:
             for field in dataclasses.fields(tree):
                 part = getattr(tree, field.name)
                 compat.require_same_on_all_ranks(part, f"trees ({field.name})")
-        state.trees.store(slots, tree)
-        tokens.copy_(tree.tokens[:, 1:])
-        return tokens
+        state: TreeStateMixin = self.model_state
+        state.trees.store(input_batch.idx_mapping, tree)
+        return tree.tokens[:, 1:].long()
+
+    def _paths_alone(
+        self, batch: InputBatch, step: TreeStep, num_rejected: torch.Tensor
+    ) -> tuple[torch.Tensor, InputBatch, torch.Tensor]:
+        """A batch of trees as the drafter needs it: rows that can be on a path, and no others.
+
+        Args:
+            batch: of trees alone, T rows each.
+            step: its trees, with their paths.
+            num_rejected: rows of each request that are off its path.
+
+        Returns:
+            Row of the batch for each row of the new one, int64 [n * min(D + 1, T)]; the new
+            batch; its rejected rows.
+        """
+        assert step.path is not None
+        n, total = step.num_requests, step.layout.num_rows
+        width = min(self.depth + 1, total)
+        index = step.layout.index
+        order = index.gather(1, step.path[:, :width].long().clamp(min=0)).flatten()
+        starts = np.arange(n + 1, dtype=np.int32) * width
+        alone = dataclasses.replace(
+            batch,
+            num_tokens=n * width,
+            num_tokens_after_padding=n * width,
+            num_scheduled_tokens=np.full(n, width, dtype=np.int32),
+            query_start_loc=torch.arange(
+                0, (n + 1) * width, width, dtype=torch.int32, device=self.device
+            ),
+            query_start_loc_np=starts,
+            # Accepted tokens stand one after another, whatever rows they were verified in.
+            positions=batch.positions[index[:, :width].flatten()],
+        )
+        return order, alone, num_rejected - (total - width)
+
+
+@dataclasses.dataclass
+class Roots:
+    """What the trees of R requests start from.
+
+    Attributes:
+        states: target states, after its final norm, whose logits gave the roots, [R, d].
+        tokens: the roots, int64 [R].
+        chain_only: requests that get the drafter's chain, bool [R].
+    """
+
+    states: torch.Tensor
+    tokens: torch.Tensor
+    chain_only: torch.Tensor

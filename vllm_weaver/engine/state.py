@@ -23,6 +23,8 @@ from vllm_weaver.engine.compat import (
     has_custom_logits_processors,
     init_logger,
     is_target_attention,
+    max_graph_rows,
+    max_step_rows,
 )
 from vllm_weaver.engine.config import WeaverConfigError, draft_depth, options_of
 from vllm_weaver.engine.gdn_layer import (
@@ -86,8 +88,13 @@ class TreeStateMixin(_State):
         self.budget: int = spec.num_speculative_tokens
         self.depth = draft_depth(self.vllm_config)
         self.trees = RequestTrees(self.max_num_reqs, self.budget, self.device)
+        self.max_step_rows = max(max_step_rows(self.vllm_config), max_graph_rows(self.vllm_config))
         self.buffers = StepBuffers(
-            self.max_num_reqs, self.budget + 1, self._conv_width(), self.device
+            self.max_num_reqs,
+            self.max_step_rows,
+            self.budget + 1,
+            self._conv_width(),
+            self.device,
         )
         self.chain_only = torch.zeros(self.max_num_reqs, dtype=torch.bool, device=self.device)
         first_rank = self.vllm_config.parallel_config.rank == 0
@@ -196,18 +203,15 @@ class TreeStateMixin(_State):
                 f"(scheduled {scheduled.tolist()}, drafts {drafts.tolist()}); this is a bug"
             )
         slots = batch.idx_mapping[:n]
-        if (row_counts != row_counts[0]).any():
+        padded = n
+        if cudagraph_mode == CUDAGraphMode.FULL:
+            padded = batch.num_reqs_after_padding
+        rows = int(row_counts[0])
+        # A request that waited has drafts for a smaller batch than this one may be.
+        if (row_counts != rows).any() or not self.buffers.fits(padded, rows):
             step = TreeStep.create(self.trees, slots, row_counts, batch.input_ids, batch.seq_lens)
             return step, step
-        whole_graph = cudagraph_mode == CUDAGraphMode.FULL
-        return self.buffers.fill(
-            self.trees,
-            slots,
-            int(row_counts[0]),
-            batch.input_ids,
-            batch.seq_lens,
-            padded=batch.num_reqs_after_padding if whole_graph else n,
-        )
+        return self.buffers.fill(self.trees, slots, rows, batch.input_ids, batch.seq_lens, padded)
 
     def prepare_inputs(
         self, input_batch: InputBatch, req_states: RequestState
@@ -274,15 +278,12 @@ class HybridTreeState(TreeStateMixin, MambaHybridModelState):
         super().__init__(*args, **kwargs)
         self._gdn_groups: list[list[TreeGatedDeltaNet]] = []
         self._metadata: dict[str, Any] = {}
-        nbytes = reserve_stashes(
-            self._gdn_layers(), self.max_num_reqs * (self.budget + 1), self.depth, self.device
-        )
+        nbytes = reserve_stashes(self._gdn_layers(), self.max_step_rows, self.depth, self.device)
         if nbytes:
             logger.info(
-                "vllm-weaver: %.2f GiB hold the rows that a commit may need (%d requests of %d)",
+                "vllm-weaver: %.2f GiB reserved for the states' commit (%d rows a step)",
                 nbytes / 2**30,
-                self.max_num_reqs,
-                self.budget + 1,
+                self.max_step_rows,
             )
 
     def _gdn_layers(self) -> list[TreeGatedDeltaNet]:
@@ -303,6 +304,8 @@ class HybridTreeState(TreeStateMixin, MambaHybridModelState):
             members = [layers[name] for name in group.layer_names]
             if ours := [x for x in members if isinstance(x, TreeGatedDeltaNet)]:
                 self._gdn_groups.append(ours)
+                for layer in ours:
+                    layer.forget_views()
         if not self._align_mode:
             return
         _, spec = self._get_mamba_group_info(kv_cache_config)

@@ -261,14 +261,22 @@ class StepBuffers:
 
     Args:
         max_requests: most requests of a batch.
+        entries: most rows of a batch, over all its requests.
         max_rows: most rows T of a request, root included.
         conv_width: taps of the target's causal convolution; 0 if it has none.
         device: where the buffers live.
     """
 
-    def __init__(self, max_requests: int, max_rows: int, conv_width: int, device: torch.device):
-        entries, words = max_requests * max_rows, (max_rows + 63) // 64
-        self._max_requests = max_requests
+    def __init__(
+        self,
+        max_requests: int,
+        entries: int,
+        max_rows: int,
+        conv_width: int,
+        device: torch.device,
+    ):
+        words = (max_rows + 63) // 64
+        self._max_requests, self._entries = max_requests, entries
         self._conv_width = conv_width
 
         def flat(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -280,6 +288,10 @@ class StepBuffers:
         self._conv_table = flat(entries * max(conv_width - 1, 0))
         self._slots = flat(max_requests, torch.int64)
         self._views: dict[tuple[int, int], TreeStep] = {}
+
+    def fits(self, num_requests: int, num_rows: int) -> bool:
+        """Whether there is room for so many requests of so many rows."""
+        return num_requests <= self._max_requests and num_requests * num_rows <= self._entries
 
     def nbytes(self) -> int:
         """Bytes of all buffers."""
