@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from host_reads import HostReads
 from replay import capture_target
 from running import Plain, TreeEngine, assert_same, greedy, sampled, tokens
 from test_lossless import joining
@@ -86,3 +88,25 @@ def test_the_gpus_layer_path_gives_plain_decodings_tokens(
     assert_same(trees.generate(prompts, params), want, plain)
     assert sum(graph.replays for graph in graphs.values()) > 1
     assert trees.stats()["mean_accepted_length"] > 1.2
+
+
+#: Code that only a CPU runs, where nothing is waited for.
+CPU_ONLY = re.compile(r"attention_cpu|ops/\w+/reference|cpu_kernels")
+
+
+def test_a_step_never_waits_for_the_device(
+    trees_of: TreesOf, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Drafting, weaving, verifying, accepting and committing read nothing back."""
+    trees = trees_of(target)
+    monkeypatch.setattr(trees.runner.rejection_sampler, "level_by_level", False)
+    monkeypatch.setattr("vllm_weaver.tree.weaver_tree.may_look", lambda _: False)
+    params = [greedy(14), sampled(14, seed=1, top_k=20), greedy(14, logprobs=2)]
+    with HostReads() as reads:
+        trees.generate([tokens(5 + i, 60) for i in range(3)], params)
+    assert [x for x in sorted(reads.found) if not CPU_ONLY.search(x[0])] == []
+    # The detector sees what it should: on a CPU the sampler walks node by node.
+    monkeypatch.undo()
+    with HostReads() as reads:
+        trees.generate([tokens(5, 61)], greedy(4))
+    assert any(file == "engine/sampler.py" for file, _, _ in reads.found)
