@@ -39,7 +39,7 @@ class TreeRunnerMixin(_Runner):
     @torch.inference_mode()
     def _dummy_sampler_run(self, hidden_states: torch.Tensor) -> None:
         """Profile with the logits of whole trees, not of one row per request."""
-        rows = min(len(hidden_states) * (self.num_speculative_steps + 1), self.max_num_tokens)
+        rows = min(self.model_state.max_step_rows, self.max_num_tokens)
         logits = self.model.compute_logits(hidden_states[:1].expand(rows, -1).contiguous())
         super()._dummy_sampler_run(hidden_states)
         del logits
