@@ -86,7 +86,7 @@ class Case:
 REFUSED: dict[str, tuple[Callable[[Case], Any], list[str]]] = {
     "unknown key": (
         lambda c: c.weaver.update(adaptor="x"),
-        ["unknown option 'adaptor'", "known options are adapter"],
+        ["unknown option 'adaptor'", "known options are adapt, adapter"],
     ),
     "section of another type": (
         lambda c: setattr(c, "weaver", True),
@@ -195,6 +195,13 @@ REFUSED: dict[str, tuple[Callable[[Case], Any], list[str]]] = {
     "foreign worker": (
         lambda c: c.options.update(worker_cls="vllm.v1.worker.cpu_worker.CPUWorker"),
         ["worker_cls is 'vllm.v1.worker.cpu_worker.CPUWorker'", "leave worker_cls at its default"],
+    ),
+    "foreign scheduler": (
+        lambda c: (
+            c.weaver.update(adapt=True),
+            c.options.update(scheduler_cls="vllm.v1.core.sched.scheduler.Scheduler"),
+        ),
+        ["scheduler_cls is 'vllm.v1.core.sched.scheduler.Scheduler'", "weaver.adapt to false"],
     ),
     "convolution rows of another type": (
         lambda c: c.options.update(mamba_cache_dtype="float16"),

@@ -33,6 +33,8 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+    from vllm_weaver.engine.sizes import StepTimes
+
 logger = init_logger(__name__)
 
 __all__ = [
@@ -65,6 +67,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "num_rejected",
         "query_start_loc",
     ),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model": ("profile_only",),
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner": (),
     "vllm.v1.worker.cpu_worker:CPUWorker.init_device": (),
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn": (
@@ -344,6 +347,13 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator": (
         "self.sample_indices",
         "self.model_state",
+        "self.query_cudagraph_manager",
+    ),
+    "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": ("self.graphs",),
+    "vllm.v1.core.sched.scheduler:Scheduler": (
+        "self.dynamic_sd_lookup",
+        "self.max_num_running_reqs",
+        "self.num_spec_tokens",
     ),
     "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model": (
         "self._k_norm_weights",
@@ -481,6 +491,54 @@ def use_worker(vllm_config: VllmConfig) -> None:
             "worker_cls at its default"
         )
     parallel.worker_cls = ours
+
+
+def use_scheduler(vllm_config: VllmConfig) -> None:
+    """Select our scheduler; refuse a foreign one.
+
+    Raises:
+        WeaverConfigError: another ``scheduler_cls`` is configured.
+    """
+    from vllm_weaver.engine.config import WeaverConfigError
+
+    ours = "vllm_weaver.engine.scheduler.make_scheduler"
+    scheduler = vllm_config.scheduler_config
+    if scheduler.scheduler_cls not in (None, ours):
+        raise WeaverConfigError(
+            f"weaver: scheduler_cls is {scheduler.scheduler_cls!r}; adapt needs its own: leave "
+            "scheduler_cls at its default, or set weaver.adapt to false"
+        )
+    scheduler.scheduler_cls = ours
+
+
+def measure_steps(runner: Any, repeats: int = 3) -> StepTimes | None:
+    """Time the captured graphs, which hold no request; None where there are none.
+
+    Args:
+        runner: after its graphs were captured.
+        repeats: replays of each graph; the fastest counts.
+    """
+    from vllm_weaver.engine.sizes import StepTimes
+
+    def fastest(graph: torch.cuda.CUDAGraph) -> float:
+        times = []
+        for _ in range(repeats + 1):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end))
+        return min(times[1:])
+
+    target, drafter = runner.cudagraph_manager, runner.speculator.query_cudagraph_manager
+    if target is None or not target.graphs or drafter is None or not drafter.graphs:
+        return None
+    verify = {
+        (desc.num_reqs, desc.num_tokens // desc.num_reqs): fastest(graph)
+        for desc, graph in target.graphs.items()
+    }
+    return StepTimes(verify, {d.num_reqs: fastest(graph) for d, graph in drafter.graphs.items()})
 
 
 def install_layers() -> None:

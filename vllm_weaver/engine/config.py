@@ -49,6 +49,8 @@ class WeaverOptions:
         rows_per_step: most rows of trees that one pass verifies. A batch whose trees of
             ``budget`` nodes would have more gets smaller ones (see :func:`tree_sizes`), unless
             ``num_speculative_tokens_per_batch_size`` says how large they are.
+        adapt: choose the size of trees by batch size from step times measured at start-up and from
+            observed acceptance, among the sizes of ``rows_per_step``'s rule.
         check_ranks: compare the trees of all tensor-parallel ranks after every proposal and stop
             on a difference (a debugging aid: one small collective per step).
     """
@@ -60,6 +62,7 @@ class WeaverOptions:
     expansion_width: int | None = None
     candidate_pool: int | None = None
     rows_per_step: int = 256
+    adapt: bool = False
     check_ranks: bool = False
 
     @classmethod
@@ -100,10 +103,11 @@ class WeaverOptions:
                 "weaver: proposal 'weaver' needs an adapter; set weaver.adapter, "
                 "or choose proposal 'ddtree'"
             )
-        if not isinstance(self.check_ranks, bool):
-            raise WeaverConfigError(
-                f"weaver: check_ranks is {self.check_ranks!r}; pass true or false"
-            )
+        for name in ("adapt", "check_ranks"):
+            if not isinstance(getattr(self, name), bool):
+                raise WeaverConfigError(
+                    f"weaver: {name} is {getattr(self, name)!r}; pass true or false"
+                )
         ranges = {
             "budget": (MIN_BUDGET, MAX_BUDGET),
             "children": (1, 512),

@@ -81,5 +81,7 @@ def activate(vllm_config: Any) -> None:
         check_adapter(vllm_config, options)
     compat.use_worker(vllm_config)
     compat.choose_tree_sizes(vllm_config, options.rows_per_step)
+    if options.adapt:
+        compat.use_scheduler(vllm_config)
     compat.choose_backends(vllm_config)
     compat.install_layers()

@@ -28,6 +28,11 @@ def stats_file(instance_id: str) -> Path:
     return Path(tempfile.gettempdir()) / f"vllm-weaver-{instance_id}.json"
 
 
+def times_file(instance_id: str) -> Path:
+    """Where rank 0 of an engine leaves the step times that it measured at start-up."""
+    return stats_file(instance_id).with_suffix(".times.json")
+
+
 class StepStats:
     """Running totals over verification passes.
 
@@ -44,9 +49,10 @@ class StepStats:
             atexit.register(file.unlink, missing_ok=True)
         self._depth = depth
         # One buffer, so that one copy reads it: passes by emitted tokens, accepted nodes by
-        # place in the tree, offered nodes.
-        self._totals = torch.zeros(depth + 2 + budget + 2, dtype=torch.int64, device=device)
-        self._emitted, self._ranks, self._nodes = self._totals.split([depth + 2, budget + 1, 1])
+        # place in the tree, passes by number of nodes, root included.
+        self._parts = [depth + 2, budget + 1, budget + 2]
+        self._totals = torch.zeros(sum(self._parts), dtype=torch.int64, device=device)
+        self._emitted, self._ranks, self._sizes = self._totals.split(self._parts)
         self._fallbacks = 0
         self._published = 0.0
         self._copy: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
@@ -61,7 +67,7 @@ class StepStats:
         length, nodes = step.length.long(), step.path.long()
         self._emitted.scatter_add_(0, length, torch.ones_like(length))
         self._ranks.scatter_add_(0, nodes.clamp(min=0).flatten(), (nodes > 0).long().flatten())
-        self._nodes += step.tree.num_nodes.sum() - step.num_requests
+        self._sizes.scatter_add_(0, step.tree.num_nodes.long(), torch.ones_like(length))
         if self.file is not None:
             self._publish()
 
@@ -72,8 +78,8 @@ class StepStats:
             ``target_passes``: verified trees. ``emitted_tokens``: tokens that they emitted,
             bonus included. ``mean_accepted_length``: their ratio. ``length_histogram``: passes
             by emitted tokens. ``tree_nodes``: nodes offered, roots excluded.
-            ``accepted_by_node``: accepted nodes by place in the tree. ``chain_fallbacks``:
-            requests that got chains.
+            ``accepted_by_node``: accepted nodes by place in the tree. ``offered_by_node``: passes
+            whose tree had a node at that place. ``chain_fallbacks``: requests that got chains.
         """
         return self._describe(self._totals.tolist())
 
@@ -83,7 +89,11 @@ class StepStats:
         self._totals.zero_()
 
     def _describe(self, totals: list[int]) -> dict[str, Any]:
-        histogram = totals[: self._depth + 2]
+        emitted_end, ranks_end = self._parts[0], self._parts[0] + self._parts[1]
+        histogram, ranks = totals[:emitted_end], totals[emitted_end:ranks_end]
+        sizes = totals[ranks_end:]
+        # A tree of m rows has a node at every place below m.
+        offered = [sum(sizes[place + 1 :]) for place in range(len(ranks))]
         passes = sum(histogram)
         emitted = sum(length * count for length, count in enumerate(histogram))
         return {
@@ -91,8 +101,9 @@ class StepStats:
             "emitted_tokens": emitted,
             "mean_accepted_length": emitted / passes if passes else 0.0,
             "length_histogram": histogram,
-            "tree_nodes": totals[-1],
-            "accepted_by_node": totals[self._depth + 2 : -1],
+            "tree_nodes": sum(offered[1:]),
+            "accepted_by_node": ranks,
+            "offered_by_node": offered,
             "chain_fallbacks": self._fallbacks,
         }
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_weaver.engine import compat
 from vllm_weaver.engine.speculator import WeaverSpeculator
+from vllm_weaver.engine.stats import times_file
 
 logger = compat.init_logger(__name__)
 
@@ -43,6 +45,17 @@ class TreeRunnerMixin(_Runner):
         logits = self.model.compute_logits(hidden_states[:1].expand(rows, -1).contiguous())
         super()._dummy_sampler_run(hidden_states)
         del logits
+
+    def capture_model(self, *, profile_only: bool = False) -> int:
+        """Capture as vLLM does; with ``adapt``, leave the graphs' times for the scheduler."""
+        size = super().capture_model(profile_only=profile_only)
+        if self.speculator.options.adapt and not profile_only:
+            times = compat.measure_steps(self)
+            if times is not None and self.vllm_config.parallel_config.rank == 0:
+                file = times_file(self.vllm_config.instance_id)
+                times.save(file)
+                atexit.register(file.unlink, missing_ok=True)
+        return size
 
 
 class WeaverModelRunner(TreeRunnerMixin, GPUModelRunner):

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Trees are as large as the batch, the measured times and the observed acceptance recommend."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from running import Plain, TreeEngine, assert_same, greedy, tokens
+
+from vllm_weaver.engine.config import tree_sizes
+from vllm_weaver.engine.sizes import Acceptance, StepTimes, best_nodes
+from vllm_weaver.engine.stats import times_file
+
+
+@pytest.mark.parametrize("budget", [1, 5, 12, 63, 100, 255])
+@pytest.mark.parametrize("rows", [2, 40, 256, 1024])
+@pytest.mark.parametrize("most", [1, 4, 33, 256])
+def test_every_batch_has_one_size_and_stays_within_its_rows(
+    budget: int, rows: int, most: int
+) -> None:
+    sizes = tree_sizes(budget, most, rows)
+    assert [first for first, _, _ in sizes] == [1, *(last + 1 for _, last, _ in sizes[:-1])]
+    assert sizes[0][2] == budget and sizes[-1][1] == most
+    nodes = [k for _, _, k in sizes]
+    assert nodes == sorted(set(nodes), reverse=True)
+    for first, last, k in sizes:
+        assert last * (k + 1) <= rows or k == 0 or first == last == 1
+
+
+def test_times_are_those_of_the_graph_that_holds_the_batch(tmp_path: Path) -> None:
+    times = StepTimes({(1, 8): 1.0, (4, 8): 2.0, (4, 1): 1.5}, {2: 0.25, 4: 0.5})
+    assert times.step_ms(1, 7) == 1.25 and times.step_ms(2, 7) == 2.25
+    assert times.step_ms(3, 7) == 2.5 and times.step_ms(3, 0) == 1.5
+    assert times.step_ms(5, 7) is None and times.step_ms(1, 3) is None
+    times.save(tmp_path / "t.json")
+    assert StepTimes.load(tmp_path / "t.json") == times
+    (tmp_path / "t.json").write_text('{"verify": [[1, 2]]}')
+    assert StepTimes.load(tmp_path / "t.json") is None
+    assert StepTimes.load(tmp_path / "gone.json") is None
+
+
+def test_the_largest_tree_wins_where_rows_are_free_and_none_where_nothing_is_accepted() -> None:
+    free = StepTimes({(4, k + 1): 10.0 for k in (0, 3, 15)}, {4: 1.0})
+    dear = StepTimes({(4, k + 1): 10.0 + 4 * k for k in (0, 3, 15)}, {4: 1.0})
+    unknown = Acceptance(15)
+    assert best_nodes(4, [0, 3, 15], free, unknown, 1.02) == 15
+    assert best_nodes(4, [0, 3, 15], dear, unknown, 1.02) in (0, 3)
+    assert best_nodes(5, [0, 3, 15], free, unknown, 1.02) is None
+    hopeless = Acceptance(15)
+    hopeless.add([1e4] * 15, [0.0] * 15)
+    assert best_nodes(4, [0, 3, 15], free, hopeless, 1.02) == 0
+    assert hopeless.emitted(15) == pytest.approx(1.0, abs=0.02)
+    # What has changed counts for more than what was.
+    for _ in range(30):
+        hopeless.add([1e3] * 15, [600.0] + [100.0] * 14)
+    assert hopeless.probability(1) == pytest.approx(0.6, abs=0.02)
+    assert best_nodes(4, [0, 3, 15], free, hopeless, 1.02) == 15
+
+
+def test_the_scheduler_follows_what_was_measured(
+    plain_of: Callable[..., Plain], tiny_models: dict[str, Path]
+) -> None:
+    """Times that favour small trees, then none; the tokens are plain decoding's throughout."""
+    weaver = {"proposal": "ddtree", "adapt": True, "rows_per_step": 14}
+    trees = TreeEngine(tiny_models, "dense", weaver=weaver)
+    scheduler = trees.scheduler
+    assert scheduler.dynamic_sd_lookup[1:] == [12, 3, 3, 1]
+    scheduler.refresh_sizes()
+    assert scheduler.dynamic_sd_lookup[1:] == [12, 3, 3, 1]  # nothing was measured
+    prompts = [tokens(4 + i, 70) for i in range(2)]
+    want = plain_of("dense").outputs(prompts, greedy(12))
+    instance = trees.runner.vllm_config.instance_id
+    for costly, expected in ((3.0, [1, 1, 1, 1]), (0.0, [12, 3, 3, 1])):
+        verify = {(4, k + 1): 10.0 + costly * k for k in (1, 3, 12)}
+        times = StepTimes({**verify, (1, 13): 10.0 + 12 * costly}, {4: 1.0})
+        times.save(times_file(instance))
+        scheduler._times = None
+        scheduler.refresh_sizes()
+        assert scheduler.dynamic_sd_lookup[1:] == expected
+        assert_same(trees.generate(prompts, greedy(12)), want, plain_of("dense"))
+    stats: Any = trees.stats()
+    assert stats["offered_by_node"][1] >= stats["offered_by_node"][3] > 0
+    assert sum(stats["offered_by_node"][1:]) == stats["tree_nodes"]
+    times_file(instance).unlink()

@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's schedulers, with trees as large as measured times and acceptance recommend.
+
+vLLM's scheduler looks the number of drafts up by batch size. Ours writes that table anew every few
+seconds, from the step times that rank 0 measured at start-up and from the counters that it
+publishes. Nothing of a step waits for either.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from vllm_weaver.engine import compat
+from vllm_weaver.engine.sizes import Acceptance, StepTimes, best_nodes
+from vllm_weaver.engine.stats import PUBLISH_SECONDS, stats_file, times_file
+
+#: Trees must promise this much more than plain decoding, which leaves room for what the times
+#: leave out: sampling, acceptance and commit.
+MARGIN = 1.02
+#: Refreshes between two steps of the largest tree that keep its acceptance known.
+PROBE_EVERY = 16
+
+# Base of the mixin, whose methods come from the class that it is mixed into.
+_Scheduler: Any = object
+
+
+class AdaptiveSizesMixin(_Scheduler):
+    """Chooses the size of trees by batch size, again and again."""
+
+    dynamic_sd_lookup: list[int] | None
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        instance = self.vllm_config.instance_id
+        self._files = times_file(instance), stats_file(instance)
+        self._times: StepTimes | None = None
+        self._seen: list[list[float]] | None = None
+        self._acceptance = Acceptance(self.num_spec_tokens)
+        self._refreshed = time.monotonic()
+        self._refreshes = 0
+        widths = compat.decode_widths(self.vllm_config)
+        self._choices = sorted(rows - 1 for rows in widths)
+        self._most = max(rows * requests for rows, requests in widths.items())
+        if self.dynamic_sd_lookup is None:
+            self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        self._fixed = list(self.dynamic_sd_lookup)
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        """vLLM's schedule, from a table that is at most a few seconds old."""
+        now = time.monotonic()
+        if now - self._refreshed >= PUBLISH_SECONDS:
+            self._refreshed = now
+            self.refresh_sizes()
+        return super().schedule(*args, **kwargs)
+
+    def refresh_sizes(self) -> None:
+        """Read what has been published, and choose anew for every batch size."""
+        times, stats = self._files
+        self._times = self._times or StepTimes.load(times)
+        try:
+            counts = json.loads(stats.read_text())
+        except (OSError, ValueError):
+            counts = None
+        if counts is not None:
+            self._observe(counts["offered_by_node"][1:], counts["accepted_by_node"][1:])
+        if self._times is None:
+            return
+        self._refreshes += 1
+        probing = self._refreshes % PROBE_EVERY == 0
+        table = list(self._fixed)
+        for requests in range(1, len(table)):
+            # Memory was reserved for the rows of the largest batch of the fixed table.
+            choices = [k for k in self._choices if requests * (k + 1) <= self._most]
+            best = best_nodes(requests, choices, self._times, self._acceptance, MARGIN)
+            if best is not None:
+                table[requests] = max(best, self._fixed[requests]) if probing else best
+        self.dynamic_sd_lookup = table
+
+    def _observe(self, offered: list[float], accepted: list[float]) -> None:
+        seen = [offered, accepted]
+        if self._seen is not None:
+            since = [
+                [new - old for new, old in zip(a, b, strict=True)]
+                for a, b in zip(seen, self._seen, strict=True)
+            ]
+            # A counter that was reset starts again.
+            if min(map(min, since)) >= 0:
+                self._acceptance.add(*since)
+        self._seen = seen
+
+
+class AdaptiveScheduler(AdaptiveSizesMixin, Scheduler):
+    """For engines that wait for each step."""
+
+
+class AdaptiveAsyncScheduler(AdaptiveSizesMixin, AsyncScheduler):
+    """For engines that schedule ahead, as on a GPU."""
+
+
+def make_scheduler(vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    """The scheduler that vLLM would take, with adaptive sizes."""
+    ahead = vllm_config.scheduler_config.async_scheduling
+    kind = AdaptiveAsyncScheduler if ahead else AdaptiveScheduler
+    return kind(vllm_config, *args, **kwargs)

@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How many nodes a tree should have: by measured times of a step, and by what trees have won.
+
+A step with n requests and K nodes each takes ``t(n, K)`` and emits ``n E(K)`` tokens, where
+``E(K) = 1 + sum over j <= K of p_j`` and ``p_j`` is how often node j was accepted. Nodes stand in
+the order in which their builder ranked them, so that a smaller tree is the beginning of a larger
+one and its ``p_j`` are the same. The best K has the highest ``E(K) / t(n, K)`` (the rule of
+CaDDTree, arXiv 2606.01813, with observed frequencies in place of the drafter's probabilities).
+
+Knows neither vLLM nor a device.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+#: Acceptance of a node that was never offered, before anything was observed: node j's share is
+#: PRIOR / j, so that trees of 1, 15 and 63 nodes emit 1.9, 4.0 and 5.3 tokens.
+PRIOR = 0.9
+#: Weight of the prior, in passes.
+PRIOR_PASSES = 32.0
+#: Share of earlier observations that a refresh keeps.
+MEMORY = 0.8
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds of the device's work in a step, where no prompt is in the batch.
+
+    Attributes:
+        verify: target pass by (requests, rows of each request).
+        draft: drafter pass, weaving included, by requests.
+    """
+
+    verify: dict[tuple[int, int], float]
+    draft: dict[int, float]
+
+    def step_ms(self, requests: int, nodes: int) -> float | None:
+        """Time of a step of ``requests`` trees of ``nodes``; None where it was not measured.
+
+        A batch runs in the smallest graph that holds it.
+        """
+        sizes = [n for n, rows in self.verify if rows == nodes + 1 and n >= requests]
+        if not sizes:
+            return None
+        total = self.verify[min(sizes), nodes + 1]
+        if nodes:
+            drafts = [n for n in self.draft if n >= requests]
+            if not drafts:
+                return None
+            total += self.draft[min(drafts)]
+        return total
+
+    def save(self, file: Path) -> None:
+        """Write as JSON; a reader never sees half of it."""
+        scratch = file.with_suffix(".part")
+        verify = [[*key, ms] for key, ms in sorted(self.verify.items())]
+        scratch.write_text(json.dumps({"verify": verify, "draft": sorted(self.draft.items())}))
+        scratch.replace(file)
+
+    @classmethod
+    def load(cls, file: Path) -> StepTimes | None:
+        """Read what :meth:`save` wrote; None if it is not there or damaged."""
+        try:
+            data = json.loads(file.read_text())
+            return cls(
+                verify={(int(n), int(rows)): float(ms) for n, rows, ms in data["verify"]},
+                draft={int(n): float(ms) for n, ms in data["draft"]},
+            )
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+
+@dataclass
+class Acceptance:
+    """How often the j-th node of a tree is accepted, over the last few refreshes.
+
+    Attributes:
+        nodes: nodes B of the largest tree.
+        offered, accepted: passes that offered node j, and that accepted it; j from 1 on, [B].
+    """
+
+    nodes: int
+    offered: list[float] = field(default_factory=list)
+    accepted: list[float] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.offered = self.offered or [0.0] * self.nodes
+        self.accepted = self.accepted or [0.0] * self.nodes
+
+    def add(self, offered: Sequence[float], accepted: Sequence[float]) -> None:
+        """Add what was seen since the last call, node 1 first; what came before fades."""
+        self.offered = [MEMORY * x + y for x, y in zip(self.offered, offered, strict=True)]
+        self.accepted = [MEMORY * x + y for x, y in zip(self.accepted, accepted, strict=True)]
+
+    def probability(self, node: int) -> float:
+        """Estimate of p_j, with the prior's weight."""
+        prior = PRIOR_PASSES * PRIOR / node
+        return (self.accepted[node - 1] + prior) / (self.offered[node - 1] + PRIOR_PASSES)
+
+    def emitted(self, nodes: int) -> float:
+        """Expected tokens of a pass over a tree of ``nodes``, the bonus included."""
+        return 1.0 + sum(self.probability(node) for node in range(1, nodes + 1))
+
+
+def best_nodes(
+    requests: int, choices: Sequence[int], times: StepTimes, acceptance: Acceptance, margin: float
+) -> int | None:
+    """Nodes per tree that emit most tokens a millisecond in a batch of ``requests``.
+
+    Args:
+        requests: decoding requests of the batch.
+        choices: nodes for which graphs were captured; 0 is plain decoding.
+        times: of the steps.
+        acceptance: of the nodes.
+        margin: trees must promise so much more than plain decoding, as a factor.
+
+    Returns:
+        One of ``choices``; None where no time is known.
+    """
+    best, most = None, 0.0
+    for nodes in sorted(choices):
+        milliseconds = times.step_ms(requests, nodes)
+        if milliseconds is None:
+            continue
+        rate = acceptance.emitted(nodes) / milliseconds
+        if nodes == 0:
+            rate *= margin
+        if rate > most:
+            best, most = nodes, rate
+    return best
