@@ -144,7 +144,7 @@ def rows_of(counts: list[int], depth: int = 7) -> tuple[_Rows, DraftTree]:
         logits_indices=torch.arange(len(input_ids)),
         idx_mapping=torch.arange(len(counts) + 1),
     )
-    return _Rows(SimpleNamespace(trees=trees, depth=depth), batch, None), tree
+    return _Rows(SimpleNamespace(trees=trees, depth=depth, step=None), batch, None), tree
 
 
 def test_walk_follows_the_sampled_token_from_node_to_node() -> None:

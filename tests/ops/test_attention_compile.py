@@ -111,7 +111,7 @@ def compile_all(arch: int) -> dict[str, dict]:
             "ROW": 1024,
             "L": 16,
             "STEP": compact.STEP,
-            "CHUNK": compact.CHUNK,
+            "CHUNK": compact.CHUNK_BYTES // 2,
             "ELEMENT": compact._ELEMENTS[2],
             "ALIGN": 16,
             "stride_k": 1,

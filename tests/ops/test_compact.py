@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vllm_weaver.ops import compact_kv
+from vllm_weaver.ops.compact import CacheTable
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -164,6 +165,30 @@ def test_nothing_to_do_is_fine(backend) -> None:
     compact_kv(make_caches(torch.float32), empty, empty, empty[:, 0], backend=backend)
     one = torch.zeros(1, 1, dtype=torch.int32)
     compact_kv([], one, one, one[:, 0], backend=backend)
+
+
+@both
+def test_a_table_made_once_moves_like_the_list(backend) -> None:
+    device = "cuda" if CUDA and backend == "triton" else "cpu"
+    caches = [c.to(device) for c in [*make_caches(torch.bfloat16), *make_caches(torch.float32)]]
+    table = CacheTable(caches)
+    layouts = {(c.shape, c.stride(), c.itemsize) for c in caches}
+    assert [len(group.addresses) for group in table.groups] == [4] * len(layouts)
+    index = [torch.tensor(x, device=device) for x in ([[9, 2, 5, 30]], [[0, 2, 3]], [3])]
+    for _ in range(2):
+        expected = move_by_hand(snapshot([c.cpu() for c in caches]), *index)
+        compact_kv(table, *index, backend=backend)
+        for got, want in zip(snapshot([c.cpu() for c in caches]), expected, strict=True):
+            assert torch.equal(got, want)
+
+
+def test_no_value_is_read_back_from_the_device() -> None:
+    # Meta tensors have no values: anything that looks at one raises.
+    caches = [c.to("meta") for c in make_caches(torch.bfloat16)]
+    slots, path, length = (
+        torch.empty(s, dtype=torch.int32, device="meta") for s in ((2, 9), (2, 4), (2,))
+    )
+    compact_kv(caches, slots, path, length)
 
 
 def test_bad_input_is_refused_by_name() -> None:

@@ -165,6 +165,10 @@ class CacheLayer:
         """Whether an attention layer runs a backend that can verify trees."""
         return hasattr(layer.impl, "cache_views")
 
+    def address(self) -> int:
+        """Where the cache lies; it changes when vLLM allocates caches anew."""
+        return self.layer.kv_cache.data_ptr()
+
     def caches(self) -> list[torch.Tensor]:
         """Key and value cache, each [blocks, block_size, HKV, D_h]."""
         return list(self.layer.impl.cache_views(self.layer.kv_cache))

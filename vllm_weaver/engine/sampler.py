@@ -23,7 +23,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logit
 
 from vllm_weaver.engine.compat import iter_request_chunks
 from vllm_weaver.engine.step import RowLayout, depth_offset
-from vllm_weaver.tree import accept
+from vllm_weaver.ops import accept_paths
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -202,6 +202,20 @@ class _Rows:
         self, state: TreeStateMixin, batch: InputBatch, invalid_drafts: torch.Tensor | None
     ):
         self.starts_np = batch.cu_num_logits_np
+        self.depth = state.depth
+        step, total = state.step, len(batch.logits_indices)
+        if (
+            invalid_drafts is None
+            and step is not None
+            and step.layout.uniform
+            and step.num_requests == batch.num_reqs
+            and step.num_tokens == total
+        ):
+            # Every entry of the batch is a row of a tree, as the step has laid them out.
+            self.layout, self.tree = step.layout, step.tree
+            self.input_ids = batch.input_ids[:total]
+            self.positions = batch.positions[:total] + step.depth_offset()
+            return
         self.layout = RowLayout.of(np.diff(self.starts_np), batch.cu_num_logits.device)
         self.input_ids = batch.input_ids[batch.logits_indices]
         draft_tokens = self.input_ids
@@ -210,20 +224,22 @@ class _Rows:
         self.tree = state.trees.load(
             batch.idx_mapping, self.layout.pack(draft_tokens), self.layout.counts
         )
-        self.depth = state.depth
         linear = batch.positions[batch.logits_indices]
         self.positions = linear + depth_offset(self.tree, self.layout)
 
     def walk(self, sampled: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Accepted path [R, D + 1], its length [R] and the emitted tokens [R, D + 1]."""
-        sampled_RT = self.layout.pack(sampled)
-        path, length = accept(self.tree, sampled_RT.to(torch.int32), max_depth=self.depth)
-        width = min(path.shape[1], sampled_RT.shape[1])
-        tokens = torch.full_like(path, -1, dtype=torch.int64)
-        on_path = path[:, :width].long()
-        emitted = sampled_RT.gather(1, on_path.clamp(min=0))
-        tokens[:, :width] = torch.where(on_path >= 0, emitted, torch.full_like(emitted, -1))
-        return path, length, tokens
+        tree = self.tree
+        accepted = accept_paths(
+            tree.tokens,
+            tree.parents,
+            tree.depths,
+            tree.num_nodes,
+            tree.ancestors,
+            self.layout.pack(sampled),
+            self.depth,
+        )
+        return accepted.path, accepted.length, accepted.emitted
 
     def path_order(
         self, path: torch.Tensor, length: torch.Tensor, tokens: torch.Tensor

@@ -24,6 +24,7 @@ from vllm_weaver.engine.config import draft_depth, options_of
 from vllm_weaver.engine.proposer import Marginals, Proposer, load_adapter
 from vllm_weaver.engine.state import DenseTreeState, HybridTreeState, TreeStateMixin
 from vllm_weaver.engine.step import TreeStep
+from vllm_weaver.ops import gather_rows
 from vllm_weaver.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -169,16 +170,20 @@ class WeaverSpeculator(DFlashSpeculator):
             step = self.model_state.step
             if step is not None and step.path is not None:
                 # DFlash takes the first rows of each request as its new context.
+                aux, order = aux_hidden_states or [], None
                 if step.layout.uniform and step.num_requests == rows:
                     order, input_batch, num_rejected = self._paths_alone(
                         input_batch, step, num_rejected
                     )
+                elif self.device.type == "cuda":
+                    # In place: these are this step's own outputs, and nothing reads them later.
+                    starts = input_batch.query_start_loc[: step.num_requests]
+                    gather_rows([last_hidden_states, *aux], starts, step.path, step.length)
                 else:
-                    total = last_hidden_states.shape[0]
-                    order = step.layout.path_first(step.path, step.length, total)
-                last_hidden_states = last_hidden_states[order]
-                if aux_hidden_states:
-                    aux_hidden_states = [states[order] for states in aux_hidden_states]
+                    order = step.layout.path_first(step.path, step.length, len(last_hidden_states))
+                if order is not None:
+                    last_hidden_states = last_hidden_states[order]
+                    aux_hidden_states = [states[order] for states in aux]
             slots = input_batch.idx_mapping
             last_row = input_batch.query_start_loc[1 : rows + 1] - num_rejected - 1
             assert self._inputs is not None

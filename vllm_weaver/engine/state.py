@@ -35,8 +35,9 @@ from vllm_weaver.engine.gdn_layer import (
 )
 from vllm_weaver.engine.sampler import TreeSampler
 from vllm_weaver.engine.stats import StepStats, stats_file
-from vllm_weaver.engine.step import RequestTrees, StepBuffers, TreeStep, depth_offset
+from vllm_weaver.engine.step import RequestTrees, StepBuffers, TreeStep
 from vllm_weaver.ops import compact_kv
+from vllm_weaver.ops.compact import CacheTable
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.output import NewRequestData
@@ -75,6 +76,16 @@ class _KVGroup:
 
     index: int
     layers: list[CacheLayer]
+    _addresses: tuple[int, ...] = ()
+    _table: CacheTable | None = None
+
+    def caches(self) -> CacheTable:
+        """Their keys and values, laid out anew only when vLLM has moved them."""
+        addresses = tuple(layer.address() for layer in self.layers)
+        if self._table is None or addresses != self._addresses:
+            self._table = CacheTable([cache for layer in self.layers for cache in layer.caches()])
+            self._addresses = addresses
+        return self._table
 
 
 class TreeStateMixin(_State):
@@ -211,7 +222,15 @@ class TreeStateMixin(_State):
         if (row_counts != rows).any() or not self.buffers.fits(padded, rows):
             step = TreeStep.create(self.trees, slots, row_counts, batch.input_ids, batch.seq_lens)
             return step, step
-        return self.buffers.fill(self.trees, slots, rows, batch.input_ids, batch.seq_lens, padded)
+        return self.buffers.fill(
+            self.trees,
+            slots,
+            rows,
+            batch.query_start_loc[: n + 1],
+            batch.input_ids,
+            batch.seq_lens,
+            padded,
+        )
 
     def prepare_inputs(
         self, input_batch: InputBatch, req_states: RequestState
@@ -224,7 +243,7 @@ class TreeStateMixin(_State):
             positions.copy_(input_batch.positions)
         if self.step is not None:
             # Multi-axis (M-RoPE) positions advance alike on every axis after the prompt.
-            positions[..., : self.step.num_tokens] += depth_offset(self.step.tree, self.step.layout)
+            positions[..., : self.step.num_tokens] += self.step.depth_offset()
         return {**inputs, "positions": positions}
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
@@ -262,9 +281,8 @@ class TreeStateMixin(_State):
         for group in self._kv_groups:
             slots = step.layout.pack(self.slot_mappings[group.index])
             if not step.layout.uniform:
-                slots = torch.where(step.layout.exists, slots, torch.full_like(slots, -1))
-            caches = [cache for layer in group.layers for cache in layer.caches()]
-            compact_kv(caches, slots, step.path, step.length)
+                slots = torch.where(step.layout.exists, slots, -1)
+            compact_kv(group.caches(), slots, step.path, step.length)
 
 
 class DenseTreeState(TreeStateMixin, DefaultModelState):

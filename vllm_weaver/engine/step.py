@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weaver.ops import conv_table
+from vllm_weaver.ops import StepTensors, StoredTrees, conv_table, prepare_step
 from vllm_weaver.tree import DraftTree
 
 
@@ -174,6 +174,8 @@ class TreeStep:
         slots: request slots, int64 [n].
         tree: their trees, [n, T].
         context_lens: tokens of each request before its tree, int32 [n].
+        offsets: depth less row number of each row, 0 past its nodes, int32 [n, T]; None where
+            nothing has made them yet.
         path, length: accepted nodes [n, D + 1] and their number [n]; set after sampling.
     """
 
@@ -181,6 +183,7 @@ class TreeStep:
     slots: torch.Tensor
     tree: DraftTree
     context_lens: torch.Tensor
+    offsets: torch.Tensor | None = None
     path: torch.Tensor | None = None
     length: torch.Tensor | None = None
     _conv_tables: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
@@ -221,6 +224,12 @@ class TreeStep:
     def num_tokens(self) -> int:
         """Tokens of the batch that are rows of trees."""
         return self.layout.num_entries
+
+    def depth_offset(self) -> torch.Tensor:
+        """:func:`depth_offset` of this step's trees, [num_entries]."""
+        if self.offsets is not None:
+            return self.offsets.flatten()
+        return depth_offset(self.tree, self.layout)
 
     def conv_table(self, width: int) -> torch.Tensor:
         """Window table [n, T, width - 1] of a causal convolution, made once for all layers."""
@@ -285,6 +294,7 @@ class StepBuffers:
         self._tokens, self._parents, self._depths = flat(entries), flat(entries), flat(entries)
         self._ancestors = flat(entries * words, torch.int64)
         self._num_nodes, self._context_lens = flat(max_requests), flat(max_requests)
+        self._offsets = flat(entries)
         self._conv_table = flat(entries * max(conv_width - 1, 0))
         self._slots = flat(max_requests, torch.int64)
         self._views: dict[tuple[int, int], TreeStep] = {}
@@ -297,31 +307,39 @@ class StepBuffers:
         """Bytes of all buffers."""
         return sum(x.nbytes for x in vars(self).values() if isinstance(x, torch.Tensor))
 
+    def _tensors(self, num_requests: int, num_rows: int) -> StepTensors:
+        """The buffers' first places as a batch of that shape."""
+        entries, words = num_requests * num_rows, (num_rows + 63) // 64
+
+        def rows(flat: torch.Tensor, last: int | None = None) -> torch.Tensor:
+            part = flat[: entries * (1 if last is None else last)]
+            return part.view(num_requests, num_rows, *([] if last is None else [last]))
+
+        return StepTensors(
+            tokens=rows(self._tokens),
+            parents=rows(self._parents),
+            depths=rows(self._depths),
+            num_nodes=self._num_nodes[:num_requests],
+            ancestors=rows(self._ancestors, words),
+            context_lens=self._context_lens[:num_requests],
+            offsets=rows(self._offsets),
+            conv_table=rows(self._conv_table, max(self._conv_width - 1, 0)),
+        )
+
     def view(self, num_requests: int, num_rows: int) -> TreeStep:
         """The trees of the first ``num_requests`` requests of ``num_rows`` rows, as they stand."""
         key = num_requests, num_rows
         if key not in self._views:
-            entries, words = num_requests * num_rows, (num_rows + 63) // 64
-
-            def rows(flat: torch.Tensor, last: int | None = None) -> torch.Tensor:
-                part = flat[: entries * (last or 1)]
-                return part.view(num_requests, num_rows, *([] if last is None else [last]))
-
+            x = self._tensors(num_requests, num_rows)
             step = TreeStep(
                 layout=_uniform_layout(num_requests, num_rows, self._tokens.device),
                 slots=self._slots[:num_requests],
-                tree=DraftTree(
-                    tokens=rows(self._tokens),
-                    parents=rows(self._parents),
-                    depths=rows(self._depths),
-                    num_nodes=self._num_nodes[:num_requests],
-                    ancestors=rows(self._ancestors, words),
-                ),
-                context_lens=self._context_lens[:num_requests],
+                tree=DraftTree(x.tokens, x.parents, x.depths, x.num_nodes, x.ancestors),
+                context_lens=x.context_lens,
+                offsets=x.offsets,
             )
             if self._conv_width > 1:
-                width = self._conv_width
-                step._conv_tables[width] = rows(self._conv_table, width - 1)
+                step._conv_tables[self._conv_width] = x.conv_table
             self._views[key] = step
         return self._views[key]
 
@@ -336,6 +354,7 @@ class StepBuffers:
         trees: RequestTrees,
         slots: torch.Tensor,
         num_rows: int,
+        query_start_loc: torch.Tensor,
         input_ids: torch.Tensor,
         seq_lens: torch.Tensor,
         padded: int,
@@ -346,25 +365,17 @@ class StepBuffers:
             trees: the stored trees.
             slots: request slots, int64 [n].
             num_rows: T, scheduled rows of each request, root included.
+            query_start_loc: first entry of each request in the batch, int32 [n + 1].
             input_ids: tokens of the batch, [>= n * T].
-            seq_lens: tokens of each request with its rows, int32 [>= padded].
+            seq_lens: tokens of each request with its rows, int32 [>= n].
             padded: requests of the graph, at least n.
 
         Returns:
             The step of the n requests, and that of all ``padded`` ones.
         """
         n = len(slots)
-        live, whole = self.view(n, num_rows), self.view(padded, num_rows)
-        loaded = trees.load(slots, input_ids[: n * num_rows].view(n, num_rows), live.layout.counts)
-        for part in dataclasses.fields(loaded):
-            getattr(live.tree, part.name).copy_(getattr(loaded, part.name))
+        stored = StoredTrees(trees.parents, trees.depths, trees.num_nodes, trees.ancestors)
+        out = self._tensors(padded, num_rows)
+        prepare_step(stored, slots, query_start_loc, seq_lens, input_ids, None, out)
         self._slots[:n].copy_(slots)
-        torch.sub(seq_lens[:n], num_rows, out=live.context_lens)
-        if padded > n:
-            whole.tree.num_nodes[n:].zero_()
-            whole.context_lens[n:].zero_()
-        if self._conv_width > 1:
-            width = self._conv_width
-            table = conv_table(live.tree.parents, live.tree.num_nodes, width)
-            live._conv_tables[width].copy_(table)
-        return live, whole
+        return self.view(n, num_rows), self.view(padded, num_rows)

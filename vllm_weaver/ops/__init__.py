@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor ops of tree decoding, each a PyTorch reference and one dispatcher; nothing of vLLM."""
 
+from vllm_weaver.ops.accept import AcceptedPaths, accept_paths
 from vllm_weaver.ops.attention import merge_attention, tree_attention
 from vllm_weaver.ops.compact import compact_kv
 from vllm_weaver.ops.conv import (
@@ -11,6 +12,7 @@ from vllm_weaver.ops.conv import (
     conv_commit_layers,
     conv_table,
 )
+from vllm_weaver.ops.gather import gather_rows
 from vllm_weaver.ops.gdn import (
     GdnStash,
     ancestor_words,
@@ -21,10 +23,15 @@ from vllm_weaver.ops.gdn import (
     gdn_prefill,
     gdn_tree_verify,
 )
+from vllm_weaver.ops.step import StepTensors, StoredTrees, prepare_step
 
 __all__ = [
+    "AcceptedPaths",
     "ConvStash",
     "GdnStash",
+    "StepTensors",
+    "StoredTrees",
+    "accept_paths",
     "ancestor_words",
     "causal_conv1d_prefill",
     "causal_conv1d_tree",
@@ -32,6 +39,7 @@ __all__ = [
     "conv_commit",
     "conv_commit_layers",
     "conv_table",
+    "gather_rows",
     "gdn_commit",
     "gdn_commit_layers",
     "gdn_decode",
@@ -39,5 +47,6 @@ __all__ = [
     "gdn_prefill",
     "gdn_tree_verify",
     "merge_attention",
+    "prepare_step",
     "tree_attention",
 ]

@@ -46,6 +46,20 @@ def _write_unseen(pool: Tensor, index_R: Tensor, rows: Tensor, live_R: Tensor) -
     pool.index_copy_(0, target, torch.where(some, rows.index_select(0, source), kept))
 
 
+def repeat_first(moves: Tensor, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Sources and targets of copies `x[target] = x[source]`, of which `moves` (bool) are meant.
+
+    A boolean selection would make the host wait. Each other entry repeats the first one that is
+    meant, which writes the same bits twice; where none is, all copy row 0 onto itself.
+    """
+    # An index of one dimension, since one without any is read by the host.
+    first = moves.to(torch.uint8).argmax(0, keepdim=True)
+    some = moves.any()
+    source = torch.where(moves, source, torch.where(some, source[first], 0))
+    target = torch.where(moves, target, torch.where(some, target[first], 0))
+    return source, target
+
+
 class RowBlanker:
     """Overwrites the dead rows of [R, T, ...] tensors with zeros, whatever they hold.
 

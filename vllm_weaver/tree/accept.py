@@ -12,7 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vllm_weaver.tree.draft_tree import DraftTree, row_bits
+from vllm_weaver.ops.accept import accept_paths
+from vllm_weaver.tree.draft_tree import DraftTree
 
 
 def accept(
@@ -34,8 +35,7 @@ def accept(
     first row is followed. A path never goes below `max_depth`. A request without nodes has
     length 0. Raises ValueError when the shapes disagree or `max_depth` is negative.
 
-    Nothing is walked: a row is on the path exactly when it and all its ancestors are what their
-    parents' samples point to, which is one test of the ancestor bits.
+    `vllm_weaver.ops.accept_paths` does the work, in one launch on a GPU, and gives more of it.
     """
     if sampled_RT.shape != tree.tokens.shape:
         raise ValueError(
@@ -44,32 +44,18 @@ def accept(
         )
     if sampled_RT.is_floating_point():
         raise ValueError(f"sampled is {sampled_RT.dtype}: pass integer token ids")
-    num_requests, num_rows = tree.tokens.shape
-    max_depth = num_rows - 1 if max_depth is None else max_depth
+    max_depth = tree.num_rows - 1 if max_depth is None else max_depth
     if max_depth < 0:
         raise ValueError(f"max_depth is {max_depth}: pass 0 or more")
-    device = tree.device
-    live_RT = tree.live_rows()
-    rows_RT = torch.arange(num_rows, device=device).expand(num_requests, num_rows)
-
-    parents_RT = torch.where(live_RT, tree.parents, -1).long()
-    has_parent_RT = parents_RT >= 0
-    parents_RT = parents_RT.clamp(min=0)
-    matches_RT = has_parent_RT & (tree.tokens == sampled_RT.gather(1, parents_RT))
-    # Row T of this table takes the rows that match nothing.
-    first_match = torch.full((num_requests, num_rows + 1), num_rows, device=device)
-    target_RT = torch.where(matches_RT, parents_RT, num_rows)
-    first_match = first_match.scatter_reduce(1, target_RT, rows_RT, "amin")
-    followed_RT = matches_RT & (first_match.gather(1, parents_RT) == rows_RT)
-    followed_RT = followed_RT | (live_RT & ~has_parent_RT)
-
-    followed_RW = torch.where(followed_RT[:, :, None], row_bits(num_rows, device), 0).sum(dim=1)
-    strays_RTW = tree.ancestors & ~followed_RW[:, None, :]
-    on_path_RT = live_RT & (strays_RTW == 0).all(dim=2) & (tree.depths <= max_depth)
-
-    # Column max_depth + 1 takes the rows that are off the path.
-    columns_RT = torch.where(on_path_RT, tree.depths, max_depth + 1).long()
-    path = torch.full((num_requests, max_depth + 2), -1, dtype=torch.int32, device=device)
-    path.scatter_(1, columns_RT, rows_RT.int())
-    length_R = on_path_RT.sum(dim=1, dtype=torch.int32)
-    return path[:, : max_depth + 1].contiguous(), length_R
+    if sampled_RT.dtype not in (torch.int32, torch.int64):
+        sampled_RT = sampled_RT.long()
+    accepted = accept_paths(
+        tree.tokens,
+        tree.parents,
+        tree.depths,
+        tree.num_nodes,
+        tree.ancestors,
+        sampled_RT,
+        max_depth,
+    )
+    return accepted.path, accepted.length

@@ -12,6 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vllm_weaver.ops.dispatch import Backends
 from vllm_weaver.tree.draft_tree import DraftTree, check_budget
 from vllm_weaver.tree.order import best, stable_keys
 
@@ -19,42 +20,18 @@ _NO_DEPTH = -2
 """Depth of an empty place: it is no node's depth and no parent's."""
 
 
-def build_ddtree(
+def build_ddtree_reference(
     log_probs_RDP: Tensor, ids_RDP: Tensor, root_tokens_R: Tensor, budget: int
 ) -> DraftTree:
-    """Build the `budget` best nodes under independent depths, T = budget + 1.
-
-    | name          | shape     | dtype   | meaning                                              |
-    |---------------|-----------|---------|------------------------------------------------------|
-    | log_probs_RDP | [R, D, P] | float   | marginal log-probabilities of depths 1..D, normalised |
-    |               |           |         | over the whole vocabulary, falling along P           |
-    | ids_RDP       | [R, D, P] | integer | their tokens; below 0 for padding                    |
-    | root_tokens_R | [R]       | integer | last sampled token of each request                   |
-    | budget        |           | int     | nodes without the root, 1..255                       |
-    | returns       | [R, T]    |         | trees whose rows stand in heap order                 |
-
-    The result is that of a max-heap which starts with rank 0 of depth 1, and whose every pop
-    places a node and pushes its next sibling (same parent, rank + 1) and its first child (depth
-    + 1, rank 0). A node is named by its rank tuple, the ranks on its path from depth 1 down.
-
-    Order of the rows: higher score first; at equal score the lexicographically smaller rank
-    tuple, a tuple before its extensions. Scores are float32 sums of the marginals along the
-    path, added from depth 1 down, so that equal paths have equal scores on every device.
-    Log-probabilities above 0 count as 0. Entries of log-probability -inf or NaN and padding ids
-    are never placed; where too few are left, the tree is smaller than the budget.
+    """`build_ddtree` in PyTorch, from inputs that are already checked.
 
     Method: log-probabilities are at most 0 and fall along P, so whatever the heap must pop
     before a node stands before it in that order too, and the heap pops exactly the first
     `budget` nodes of the order over all tuples. They are found depth by depth: the best T nodes
     of depth up to k, kept in lexicographic order, are merged with the children of those at depth
     k. Laid out as [node, its children by rank], the candidates are again in lexicographic order,
-    so the index breaks ties. Where a pool does not fall along P, the tree is still valid, and
-    ranks are taken in the order given.
-
-    Raises ValueError for a bad budget or shapes and dtypes that disagree.
+    so the index breaks ties.
     """
-    budget = check_budget(budget)
-    _check_inputs(log_probs_RDP, ids_RDP, root_tokens_R)
     num_requests, max_depth, pool = log_probs_RDP.shape
     num_rows = budget + 1
     device = log_probs_RDP.device
@@ -102,6 +79,55 @@ def build_ddtree(
     tokens_RT = flat_ids.gather(1, depth_index * ranks + rank_index)
     tokens_RT = torch.where(rows_T == 0, root_tokens_R[:, None], tokens_RT)
     return DraftTree.from_parents(tokens_RT, parents_RT, (scores_RT > -torch.inf).sum(dim=1))
+
+
+_BACKENDS = Backends("build_ddtree", build_ddtree_reference)
+_BACKENDS.register(
+    "triton", "vllm_weaver.tree.ddtree_triton:build_ddtree_triton", default_on=("cuda",)
+)
+
+
+def build_ddtree(
+    log_probs_RDP: Tensor,
+    ids_RDP: Tensor,
+    root_tokens_R: Tensor,
+    budget: int,
+    *,
+    backend: str | None = None,
+) -> DraftTree:
+    """Build the `budget` best nodes under independent depths, T = budget + 1.
+
+    | name          | shape     | dtype   | meaning                                              |
+    |---------------|-----------|---------|------------------------------------------------------|
+    | log_probs_RDP | [R, D, P] | float   | marginal log-probabilities of depths 1..D, normalised |
+    |               |           |         | over the whole vocabulary, falling along P           |
+    | ids_RDP       | [R, D, P] | integer | their tokens; below 0 for padding                    |
+    | root_tokens_R | [R]       | integer | last sampled token of each request                   |
+    | budget        |           | int     | nodes without the root, 1..255                       |
+    | returns       | [R, T]    |         | trees whose rows stand in heap order                 |
+
+    The result is that of a max-heap which starts with rank 0 of depth 1, and whose every pop
+    places a node and pushes its next sibling (same parent, rank + 1) and its first child (depth
+    + 1, rank 0). A node is named by its rank tuple, the ranks on its path from depth 1 down.
+
+    Order of the rows: higher score first; at equal score the lexicographically smaller rank
+    tuple, a tuple before its extensions. Scores are float32 sums of the marginals along the
+    path, added from depth 1 down, so that equal paths have equal scores on every device.
+    Log-probabilities above 0 count as 0. Entries of log-probability -inf or NaN and padding ids
+    are never placed; where too few are left, the tree is smaller than the budget.
+
+    Where a pool does not fall along P, the tree is still valid; which nodes it holds then may
+    depend on the backend.
+
+    Backends: "reference" (any device, no host synchronisation) and "triton" (one launch, a step of
+    a warp per node). None takes "triton" on a GPU, else "reference".
+
+    Raises ValueError for a bad budget, an unknown backend, or shapes and dtypes that disagree.
+    """
+    budget = check_budget(budget)
+    _check_inputs(log_probs_RDP, ids_RDP, root_tokens_R)
+    build = _BACKENDS.pick(backend, log_probs_RDP.device)
+    return build(log_probs_RDP, ids_RDP, root_tokens_R, budget)
 
 
 def _check_inputs(log_probs_RDP: Tensor, ids_RDP: Tensor, root_tokens_R: Tensor) -> None:

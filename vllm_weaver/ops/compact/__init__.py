@@ -10,11 +10,10 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from vllm_weaver.ops.compact.reference import compact_kv_reference
+from vllm_weaver.ops.compact.table import OP, CacheTable
 from vllm_weaver.ops.dispatch import Backends, expect_indices, expect_shapes, refuse
 
-__all__ = ["compact_kv"]
-
-OP = "compact_kv"
+__all__ = ["CacheTable", "compact_kv"]
 
 _BACKENDS = Backends(OP, compact_kv_reference)
 _BACKENDS.register(
@@ -23,7 +22,7 @@ _BACKENDS.register(
 
 
 def compact_kv(
-    caches: Sequence[Tensor],
+    caches: Sequence[Tensor] | CacheTable,
     slots: Tensor,
     path: Tensor,
     length: Tensor,
@@ -36,7 +35,8 @@ def compact_kv(
     name    shape                           dtype  in/out  meaning
     ======  ==============================  =====  ======  ======================================
     caches  list of                         any    in/out  keys and values are entries of their
-            [blocks, block_size, HKV, D_h]                 own; any strides; one block size
+            [blocks, block_size, HKV, D_h]                 own; any strides; one block size. A
+                                                           `CacheTable` of them saves the checks
     slots   [R, T]                          int32  in      block * block_size + offset of each
                                                            row (int64 is fine); negative: none
     path    [R, D_max + 1]                  int32  in      accepted nodes from the root on,
@@ -49,18 +49,22 @@ def compact_kv(
     move whose source or destination slot is negative is left out. Bits are copied as they are.
 
     Backends: "reference" (any device, no host synchronisation) and "triton" (one launch for all
-    caches of equal shape, strides and element size; the table of their addresses is built at the
-    first call with a list of caches, so make one call before a CUDA graph is captured). None takes
-    "triton" on a GPU, else "reference".
+    caches of equal shape, strides and element size; a set of caches that was not seen before has
+    its addresses copied to the device, so make a `CacheTable`, or one call, before a CUDA graph is
+    captured). None takes "triton" on a GPU, else "reference".
 
     Raises:
         ValueError: unknown backend, or shapes, dtypes or devices that do not fit together.
     """
-    _check(caches, slots, path, length)
-    _BACKENDS.pick(backend, slots.device)(caches, slots, path, length)
+    run = _BACKENDS.pick(backend, slots.device)
+    _check(slots, path, length)
+    table = caches if isinstance(caches, CacheTable) else CacheTable(caches)
+    if table.device not in (None, slots.device):
+        refuse(OP, f"caches[0] is on {table.device}, expected {slots.device}: move it there")
+    run(table, slots, path, length)
 
 
-def _check(caches: Sequence[Tensor], slots: Tensor, path: Tensor, length: Tensor) -> None:
+def _check(slots: Tensor, path: Tensor, length: Tensor) -> None:
     if slots.dim() != 2 or path.dim() != 2:
         refuse(OP, f"slots {list(slots.shape)} and path {list(path.shape)} need 2 dimensions")
     R = slots.shape[0]
@@ -70,15 +74,3 @@ def _check(caches: Sequence[Tensor], slots: Tensor, path: Tensor, length: Tensor
         {"path": (path, (R, path.shape[1])), "length": (length, (R,))},
     )
     expect_indices(OP, {"slots": slots, "path": path, "length": length})
-    for index, cache in enumerate(caches):
-        name = f"caches[{index}]"
-        if cache.dim() != 4:
-            refuse(OP, f"{name} has shape {list(cache.shape)}, expected 4 dimensions")
-        if cache.device != slots.device:
-            refuse(OP, f"{name} is on {cache.device}, expected {slots.device}: move it there")
-        if cache.shape[1] != caches[0].shape[1]:
-            refuse(
-                OP,
-                f"{name} has block size {cache.shape[1]}, caches[0] has {caches[0].shape[1]}: "
-                "slots are flat, so call once per block size",
-            )

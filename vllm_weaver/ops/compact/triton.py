@@ -8,18 +8,15 @@ layer's keys and values. It moves elements as integers of their size: the bits a
 The module knows nothing of vLLM. Its definition is `reference.compact_kv_reference`.
 """
 
-from collections.abc import Sequence
-from functools import lru_cache
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_weaver.ops.compact.table import CacheGroup, CacheTable
 from vllm_weaver.ops.dispatch import refuse
 
-CHUNK = 512
-"""Elements of a row per program."""
+CHUNK_BYTES = 512
+"""Bytes of a row per program: 16 rows of them are four 16-byte vectors for each of its threads."""
 STEP = 16
 """Rows of a path gathered together before they are written: a path of depth 15 in one step."""
 
@@ -82,9 +79,7 @@ def compact_kernel(
 INTERPRETED = not isinstance(compact_kernel, triton.runtime.JITFunction)
 
 
-def compact_kv_triton(
-    caches: Sequence[Tensor], slots: Tensor, path: Tensor, length: Tensor
-) -> None:
+def compact_kv_triton(table: CacheTable, slots: Tensor, path: Tensor, length: Tensor) -> None:
     """Launch the kernel once per layout; tensors as in `vllm_weaver.ops.compact.compact_kv`.
 
     Raises:
@@ -96,39 +91,31 @@ def compact_kv_triton(
             f"the triton backend cannot run on {slots.device.type} tensors without "
             'TRITON_INTERPRET=1: use backend="reference"',
         )
-    R = slots.shape[0]
-    L = min(path.shape[1], slots.shape[1])
-    if R == 0 or L == 0:
+    if slots.shape[0] == 0 or path.shape[1] == 0 or slots.shape[1] == 0:
         return
-    layouts: dict[tuple[object, ...], list[Tensor]] = {}
-    for cache in caches:
-        if cache.numel():
-            layouts.setdefault((cache.shape[1:], cache.stride(), cache.itemsize), []).append(cache)
     length = length.contiguous()
-    for group in layouts.values():
-        first = group[0]
-        addresses = tuple(cache.data_ptr() for cache in group)
-        heads, K = first.shape[2:]
-        strides = first.stride()
-        compact_kernel[(triton.cdiv(heads * K, CHUNK), R, len(group))](
-            _address_table(addresses, first.device),
-            slots,
-            path,
-            length,
-            *slots.stride(),
-            *path.stride(),
-            *strides,
-            BLOCK_SIZE=first.shape[1],
-            K=K,
-            ROW=heads * K,
-            L=L,
-            STEP=STEP,
-            CHUNK=CHUNK,
-            ELEMENT=_ELEMENTS[first.itemsize],
-            ALIGN=first.itemsize if any(x % 16 for x in addresses) else 16,
-        )
+    for group in table.groups:
+        launch(group, slots, path, length)
 
 
-@lru_cache(maxsize=64)
-def _address_table(addresses: tuple[int, ...], device: torch.device) -> Tensor:
-    return torch.tensor(addresses, dtype=torch.int64, device=device)
+def launch(group: CacheGroup, slots: Tensor, path: Tensor, length: Tensor) -> None:
+    """One launch: every cache of a layout, every request, every part of a row."""
+    block_size, heads, K = group.shape
+    chunk = CHUNK_BYTES // group.itemsize
+    compact_kernel[(triton.cdiv(heads * K, chunk), len(slots), len(group.addresses))](
+        group.addresses,
+        slots,
+        path,
+        length,
+        *slots.stride(),
+        *path.stride(),
+        *group.strides,
+        BLOCK_SIZE=block_size,
+        K=K,
+        ROW=heads * K,
+        L=min(path.shape[1], slots.shape[1]),
+        STEP=STEP,
+        CHUNK=chunk,
+        ELEMENT=_ELEMENTS[group.itemsize],
+        ALIGN=group.alignment,
+    )
