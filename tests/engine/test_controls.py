@@ -151,7 +151,7 @@ def test_verification_writes_no_state(
     want = plain_of("hybrid").outputs(prompts, greedy(20))
     trees.oracle.follow(want)
     runner = trees.runner
-    layers = runner.model_state._gdn_layers
+    layers = [layer for group in runner.model_state._gdn_groups for layer in group]
     execute = runner.execute_model
     verified = []
 
@@ -161,7 +161,7 @@ def test_verification_writes_no_state(
         step = runner.model_state.step
         if step is not None:
             for layer, caches in zip(layers, before, strict=True):
-                slots = layer._pending[0].state_indices.long()
+                slots = runner.model_state._metadata[layer.prefix].state_indices.long()
                 assert len(slots) == step.num_requests and bool((slots > 0).all())
                 for cache, old in zip(layer.kv_cache, caches, strict=True):
                     assert torch.equal(cache[slots], old[slots])
