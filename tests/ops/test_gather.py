@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_weaver.ops import gather_rows
+from vllm_weaver.ops import gather_paths, gather_rows
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = torch.cuda.is_available() and not INTERPRETED
@@ -124,6 +124,30 @@ def test_a_tensor_given_twice_is_moved_once(backend: str) -> None:
     index = [torch.tensor(x, device=device) for x in ([0], [[0, 2, 4]], [3])]
     gather_rows([source, source], *index, backend=backend)
     assert torch.equal(source, expected)
+
+
+@both
+@pytest.mark.parametrize(
+    ("count", "width", "dtype"),
+    [(1, 5, torch.bfloat16), (7, 300, torch.bfloat16), (9, 8, torch.float32), (2, 9, torch.int8)],
+)
+def test_paths_copied_out_end_in_their_root(
+    count: int, width: int, dtype: torch.dtype, backend: str
+) -> None:
+    device = DEVICE if backend == "triton" else "cpu"
+    sources = [(rows(40, width, torch.float32, i) * 9).to(dtype) for i in range(count)]
+    path = [[0, 3, 7, -1], [0, 10**6, -5, 3], [0, 1, 2, 9], [4, 5, 6, 7]]
+    length, starts = [3, 1, 4, 0], [2, 11, 20, 30]
+    wanted = [
+        start + (nodes[i] if i < n else 0)
+        for start, nodes, n in zip(starts, path, length, strict=True)
+        for i in range(4)
+    ]
+    index = [torch.tensor(x, dtype=torch.int32, device=device) for x in (starts, path, length)]
+    got = gather_paths([x.to(device) for x in sources], *index, backend=backend)
+    assert torch.equal(got.cpu(), torch.stack([x[wanted] for x in sources]))
+    short = gather_paths([x.to(device) for x in sources], index[0], index[1][:, :2], index[2])
+    assert torch.equal(short[0].cpu(), sources[0][[2, 5, 11, 11, 20, 21, 30, 30]])
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU")

@@ -123,6 +123,7 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
         "path_stride_l": 1,
     }
     yield "gather", gather.gather_rows_kernel, constants, {}
+    yield "gather paths", gather.gather_paths_kernel, constants, {}
 
 
 def compile_all(arch: int) -> dict[str, dict]:

@@ -24,7 +24,7 @@ from vllm_weaver.engine.config import draft_depth, options_of
 from vllm_weaver.engine.proposer import Marginals, Proposer, load_adapter
 from vllm_weaver.engine.state import DenseTreeState, HybridTreeState, TreeStateMixin
 from vllm_weaver.engine.step import TreeStep
-from vllm_weaver.ops import gather_rows
+from vllm_weaver.ops import gather_paths, gather_rows
 from vllm_weaver.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -170,20 +170,22 @@ class WeaverSpeculator(DFlashSpeculator):
             step = self.model_state.step
             if step is not None and step.path is not None:
                 # DFlash takes the first rows of each request as its new context.
-                aux, order = aux_hidden_states or [], None
+                states = [last_hidden_states, *(aux_hidden_states or [])]
+                starts = input_batch.query_start_loc[: step.num_requests]
                 if step.layout.uniform and step.num_requests == rows:
-                    order, input_batch, num_rejected = self._paths_alone(
-                        input_batch, step, num_rejected
-                    )
+                    width = min(self.depth + 1, step.layout.num_rows)
+                    path = step.path[:, :width]
+                    states = list(gather_paths(states, starts, path, step.length))
+                    input_batch, num_rejected = self._paths_alone(input_batch, step, num_rejected)
                 elif self.device.type == "cuda":
-                    # In place: these are this step's own outputs, and nothing reads them later.
-                    starts = input_batch.query_start_loc[: step.num_requests]
-                    gather_rows([last_hidden_states, *aux], starts, step.path, step.length)
+                    # In place: they are this step's own outputs, and nothing reads them later.
+                    gather_rows(states, starts, step.path, step.length)
                 else:
-                    order = step.layout.path_first(step.path, step.length, len(last_hidden_states))
-                if order is not None:
-                    last_hidden_states = last_hidden_states[order]
-                    aux_hidden_states = [states[order] for states in aux]
+                    order = step.layout.path_first(step.path, step.length, len(states[0]))
+                    states = [x[order] for x in states]
+                last_hidden_states = states[0]
+                if aux_hidden_states:
+                    aux_hidden_states = states[1:]
             slots = input_batch.idx_mapping
             last_row = input_batch.query_start_loc[1 : rows + 1] - num_rejected - 1
             assert self._inputs is not None
@@ -232,7 +234,7 @@ class WeaverSpeculator(DFlashSpeculator):
 
     def _paths_alone(
         self, batch: InputBatch, step: TreeStep, num_rejected: torch.Tensor
-    ) -> tuple[torch.Tensor, InputBatch, torch.Tensor]:
+    ) -> tuple[InputBatch, torch.Tensor]:
         """A batch of trees as the drafter needs it: rows that can be on a path, and no others.
 
         Args:
@@ -241,14 +243,11 @@ class WeaverSpeculator(DFlashSpeculator):
             num_rejected: rows of each request that are off its path.
 
         Returns:
-            Row of the batch for each row of the new one, int64 [n * min(D + 1, T)]; the new
-            batch; its rejected rows.
+            The new batch, of min(D + 1, T) rows a request, and its rejected rows.
         """
-        assert step.path is not None
         n, total = step.num_requests, step.layout.num_rows
         width = min(self.depth + 1, total)
         index = step.layout.index
-        order = index.gather(1, step.path[:, :width].long().clamp(min=0)).flatten()
         starts = np.arange(n + 1, dtype=np.int32) * width
         alone = dataclasses.replace(
             batch,
@@ -262,7 +261,7 @@ class WeaverSpeculator(DFlashSpeculator):
             # Accepted tokens stand one after another, whatever rows they were verified in.
             positions=batch.positions[index[:, :width].flatten()],
         )
-        return order, alone, num_rejected - (total - width)
+        return alone, num_rejected - (total - width)
 
 
 @dataclasses.dataclass

@@ -12,7 +12,7 @@ from vllm_weaver.ops.conv import (
     conv_commit_layers,
     conv_table,
 )
-from vllm_weaver.ops.gather import gather_rows
+from vllm_weaver.ops.gather import gather_paths, gather_rows
 from vllm_weaver.ops.gdn import (
     GdnStash,
     ancestor_words,
@@ -39,6 +39,7 @@ __all__ = [
     "conv_commit",
     "conv_commit_layers",
     "conv_table",
+    "gather_paths",
     "gather_rows",
     "gdn_commit",
     "gdn_commit_layers",

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from vllm_weaver.ops.dispatch import Backends, expect_indices, expect_shapes, refuse
-from vllm_weaver.ops.gather.reference import gather_rows_reference
+from vllm_weaver.ops.gather.reference import gather_paths_reference, gather_rows_reference
 
-__all__ = ["gather_rows"]
+__all__ = ["gather_paths", "gather_rows"]
 
 OP = "gather_rows"
 
@@ -22,6 +22,8 @@ _BACKENDS: Backends[Callable[..., None]] = Backends(OP, gather_rows_reference)
 _BACKENDS.register(
     "triton", "vllm_weaver.ops.gather.triton:gather_rows_triton", default_on=("cuda",)
 )
+_PATHS: Backends[Callable[..., Tensor]] = Backends("gather_paths", gather_paths_reference)
+_PATHS.register("triton", "vllm_weaver.ops.gather.triton:gather_paths_triton", default_on=("cuda",))
 
 
 def gather_rows(
@@ -78,3 +80,47 @@ def gather_rows(
     run = _BACKENDS.pick(backend, path.device)
     if distinct and path.numel():
         run(list(distinct.values()), starts, path, length)
+
+
+def gather_paths(
+    sources: Sequence[Tensor],
+    starts: Tensor,
+    path: Tensor,
+    length: Tensor,
+    *,
+    backend: str | None = None,
+) -> Tensor:
+    """Copy the rows of each path out: L rows a request, whatever its tree has.
+
+    =======  ================  =====  ======  ======================================================
+    name     shape             dtype  in/out  meaning
+    =======  ================  =====  ======  ======================================================
+    sources  list of [N, d]    any    in      rows of a batch, alike in dtype, width and strides;
+                                              contiguous along d
+    starts   [R]               int32  in      the root's row of each request (int64 is fine)
+    path     [R, L]            int32  in      nodes from the root on; past `length` anything
+    length   [R]               int32  in      nodes on the path, root included
+    returns  [len(sources),    as     out     row r * L + i is row starts[r] + path[r, i] for i <
+             R * L, d]         in             length[r], and the root's, starts[r], after it
+    =======  ================  =====  ======  ======================================================
+
+    Backends: "reference" (any device, no host synchronisation) and "triton" (one launch for up to
+    eight tensors). None takes "triton" on a GPU, else "reference".
+
+    Raises:
+        ValueError: unknown backend, no sources, sources that are not alike, or shapes, dtypes or
+            devices that do not fit together.
+    """
+    op = "gather_paths"
+    if path.dim() != 2 or not sources:
+        refuse(op, f"path has shape {list(path.shape)}, with {len(sources)} sources")
+    R, first = len(path), sources[0]
+    expect_shapes(op, path.device, {"starts": (starts, (R,)), "length": (length, (R,))})
+    expect_indices(op, {"starts": starts, "path": path, "length": length})
+    for index, source in enumerate(sources):
+        alike = source.dtype == first.dtype and source.device == path.device
+        if not alike or source.dim() != 2 or source.stride() != (first.stride(0), 1):
+            refuse(op, f"sources[{index}] is not [rows, width] or not like sources[0] and path")
+        if source.shape != first.shape:
+            refuse(op, f"sources[{index}] has shape {list(source.shape)}, not {list(first.shape)}")
+    return _PATHS.pick(backend, path.device)(list(sources), starts, path, length)

@@ -24,3 +24,13 @@ def gather_rows_reference(
         # float8 types have no indexed write.
         bits = rows.view(torch.uint8) if rows.itemsize == 1 else rows
         bits[target] = bits[source]
+
+
+def gather_paths_reference(
+    sources: Sequence[Tensor], starts_R: Tensor, path_RL: Tensor, length_R: Tensor
+) -> Tensor:
+    """The definition of `vllm_weaver.ops.gather_paths`, which has the tensor table."""
+    step_L = torch.arange(path_RL.shape[1], device=path_RL.device)
+    node_RL = torch.where(step_L < length_R[:, None], path_RL, 0)
+    index = (starts_R[:, None].long() + node_RL).flatten()
+    return torch.stack([source.index_select(0, index) for source in sources])

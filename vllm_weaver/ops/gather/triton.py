@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -27,7 +28,21 @@ CHUNK_BYTES = 512
 STEP = 16
 """Rows of a path read together before they are written: a path of depth 15 in one step."""
 
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
+
+
+@triton.jit
+def pick(index, a0, a1, a2, a3, a4, a5, a6, a7):
+    """The address of a tensor by its number."""
+    address = tl.where(index == 1, a1, a0)
+    address = tl.where(index == 2, a2, address)
+    address = tl.where(index == 3, a3, address)
+    address = tl.where(index == 4, a4, address)
+    address = tl.where(index == 5, a5, address)
+    address = tl.where(index == 6, a6, address)
+    address = tl.where(index == 7, a7, address)
+    return address
 
 
 @triton.jit(do_not_specialize=["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7"])
@@ -61,13 +76,7 @@ def gather_rows_kernel(
     length = tl.minimum(tl.load(length_ptr + r).to(tl.int32), L)
     if length <= 1:
         return
-    address = tl.where(index == 1, a1, a0)
-    address = tl.where(index == 2, a2, address)
-    address = tl.where(index == 3, a3, address)
-    address = tl.where(index == 4, a4, address)
-    address = tl.where(index == 5, a5, address)
-    address = tl.where(index == 6, a6, address)
-    address = tl.where(index == 7, a7, address)
+    address = pick(index, a0, a1, a2, a3, a4, a5, a6, a7)
     base = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(ELEMENT)), ALIGN)
     start = tl.load(starts_ptr + r * starts_stride).to(tl.int64)
 
@@ -87,6 +96,53 @@ def gather_rows_kernel(
         tl.debug_barrier()
 
 
+@triton.jit(do_not_specialize=["a0", "a1", "a2", "a3", "a4", "a5", "a6", "a7", "R", "L"])
+def gather_paths_kernel(
+    a0,
+    a1,
+    a2,
+    a3,
+    a4,
+    a5,
+    a6,
+    a7,
+    starts_ptr,
+    path_ptr,
+    length_ptr,
+    out_ptr,
+    starts_stride,
+    path_stride_r,
+    path_stride_l,
+    R,
+    L,
+    WIDTH: tl.constexpr,
+    STRIDE: tl.constexpr,
+    STEP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    ELEMENT: tl.constexpr,
+    ALIGN: tl.constexpr,
+):
+    """Grid (chunks of a row of WIDTH elements, R, tensors)."""
+    element = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    r = tl.program_id(1).to(tl.int64)
+    index = tl.program_id(2)
+    length = tl.load(length_ptr + r).to(tl.int32)
+    address = pick(index, a0, a1, a2, a3, a4, a5, a6, a7)
+    base = tl.multiple_of(address.to(tl.int64).to(tl.pointer_type(ELEMENT)), ALIGN)
+    start = tl.load(starts_ptr + r * starts_stride).to(tl.int64)
+    for first in range(0, L, STEP):
+        step = first + tl.arange(0, STEP)
+        node = tl.load(
+            path_ptr + r * path_stride_r + step * path_stride_l,
+            mask=step < tl.minimum(length, L),
+            other=0,
+        ).to(tl.int32)
+        mask = (step < L)[:, None] & (element < WIDTH)[None, :]
+        source = base + (start + node)[:, None] * STRIDE + element[None, :]
+        target = out_ptr + ((index.to(tl.int64) * R + r) * L + step)[:, None] * WIDTH
+        tl.store(target + element[None, :], tl.load(source, mask=mask), mask=mask)
+
+
 INTERPRETED = not isinstance(gather_rows_kernel, triton.runtime.JITFunction)
 
 
@@ -98,12 +154,7 @@ def gather_rows_triton(
     Raises:
         ValueError: a device that Triton cannot run on.
     """
-    if path.device.type != "cuda" and not INTERPRETED:
-        refuse(
-            "gather_rows",
-            f"the triton backend cannot run on {path.device.type} tensors without "
-            'TRITON_INTERPRET=1: use backend="reference"',
-        )
+    _expect_device("gather_rows", path)
     length = length.contiguous()
     # Bytes of a row, bytes from row to row, bytes at which both and the address are aligned.
     layouts: dict[tuple[int, int, int], list[int]] = {}
@@ -134,3 +185,53 @@ def gather_rows_triton(
                 ELEMENT=_ELEMENTS[element],
                 ALIGN=alignment,
             )
+
+
+def gather_paths_triton(
+    sources: Sequence[Tensor], starts: Tensor, path: Tensor, length: Tensor
+) -> Tensor:
+    """Launch the kernel; tensors as in `vllm_weaver.ops.gather_paths`.
+
+    Raises:
+        ValueError: a device that Triton cannot run on.
+    """
+    _expect_device("gather_paths", path)
+    first, (R, L) = sources[0], path.shape
+    out = first.new_empty((len(sources), R * L, first.shape[1]))
+    width, stride = first.shape[1] * first.itemsize, first.stride(0) * first.itemsize
+    addresses = [source.data_ptr() for source in sources]
+    if out.numel() == 0:
+        return out
+    alignment = math.gcd(16, width, stride, *addresses)
+    element = min(alignment, 8)
+    chunk = CHUNK_BYTES // element
+    bits = out.view(_BITS[element])
+    for low in range(0, len(addresses), SOURCES):
+        part = addresses[low : low + SOURCES]
+        gather_paths_kernel[(triton.cdiv(width // element, chunk), R, len(part))](
+            *(part + part[:1] * (SOURCES - len(part))),
+            starts,
+            path,
+            length.contiguous(),
+            bits[low:],
+            starts.stride(0),
+            *path.stride(),
+            R,
+            L,
+            WIDTH=width // element,
+            STRIDE=stride // element,
+            STEP=STEP,
+            CHUNK=chunk,
+            ELEMENT=_ELEMENTS[element],
+            ALIGN=alignment,
+        )
+    return out
+
+
+def _expect_device(op: str, path: Tensor) -> None:
+    if path.device.type != "cuda" and not INTERPRETED:
+        refuse(
+            op,
+            f"the triton backend cannot run on {path.device.type} tensors without "
+            'TRITON_INTERPRET=1: use backend="reference"',
+        )
