@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of the Gated DeltaNet ops on a GPU, each after a check against a float64 recurrence.
 
-    python -m benchmarks.ops.gdn [--tune] [--sketch gdn_tree_sketch.py] [--out FILE]
+    python -m benchmarks.ops.gdn [--tune] [--cuda] [--only-verify] [--sketch gdn_tree_sketch.py]
+        [--out FILE]
 
 Shapes are those of Qwen3.6-27B. A time is the median over replays of a CUDA graph that holds one
 call per layer, each on its own states and stash. What fails its check is not timed, and the run
 ends with status 1 and without a table. vLLM's kernels are timed beside ours where vLLM can be
-imported.
+imported, and with `--cuda` the verification of `csrc/` (first `python -m
+vllm_weaver.ops.cuda.build quick`).
 """
 
 from __future__ import annotations
@@ -31,9 +33,10 @@ import triton
 from torch import Tensor
 
 from vllm_weaver.ops import ancestor_words, causal_conv1d_tree, conv_table, gdn_decode
+from vllm_weaver.ops import cuda as kernels
 from vllm_weaver.ops.conv import conv_commit_layers
 from vllm_weaver.ops.conv.triton import tree_conv
-from vllm_weaver.ops.gdn import gdn_commit, gdn_commit_layers, gdn_gate
+from vllm_weaver.ops.gdn import cuda, gdn_commit, gdn_commit_layers, gdn_gate
 from vllm_weaver.ops.gdn.triton import (
     GdnTritonStash,
     Tiling,
@@ -92,6 +95,14 @@ VARIANTS = {
         Tiling(32, 32, 32, 2, 4),
     ],
 }
+
+FORMS = {
+    16: [cuda.Form(1, 4), cuda.Form(1, 2)],
+    32: [cuda.Form(2, 4), cuda.Form(2, 2), cuda.Form(2, 8)],
+    64: [cuda.Form(4, 4), cuda.Form(4, 2), cuda.Form(4, 8)],
+    128: [cuda.Form(8, 4), cuda.Form(8, 2), cuda.Form(4, 4)],
+}
+"""Forms of the CUDA backend, the default first."""
 
 
 @dataclass
@@ -221,6 +232,16 @@ def run_verify(
     )
 
 
+def run_cuda(
+    case: Case, state: Tensor, slots: Tensor, form: cuda.Form, **buffers: Any
+) -> tuple[Tensor, GdnTritonStash]:
+    return cuda.tree_verify(
+        *(*case.rows, state, slots, case.num_nodes, case.words, K**-0.5, True),
+        form=form,
+        **buffers,
+    )
+
+
 class Checks:
     """Named checks; `ok` says whether all of them held so far."""
 
@@ -236,26 +257,36 @@ class Checks:
         return holds
 
 
-def check_verify(checks: Checks, variants: dict[int, list[Tiling]]) -> set[tuple[int, Tiling]]:
+Variant = Tiling | cuda.Form
+
+
+def check_verify(
+    checks: Checks, variants: dict[int, list[Tiling]], forms: dict[int, list[cuda.Form]]
+) -> set[tuple[int, Variant]]:
     """Errors of every variant against the float64 recurrence, outputs poisoned; those that hold."""
     good = set()
     for T, tilings in variants.items():
         case = make_case(2, T, seed=T, dead=5)
         pools, slots = pool_of(2)
         expected = [recurrence(case, pools[0][slots[r]], r)[0] for r in range(2)]
-        for tiling in dict.fromkeys(tilings):
+        every: list[Variant] = [*dict.fromkeys(tilings), *forms.get(T, ())]
+        for variant in every:
+            ours = isinstance(variant, cuda.Form)
+            name = f"{'cuda ' if ours else ''}verify T={T} {tuple(variant)}"
             out = torch.full((2, T, HV, V), float("nan"), dtype=DTYPE, device=DEVICE)
             try:
-                run_verify(case, pools[0], slots, tiling, out=out)
+                if isinstance(variant, cuda.Form):
+                    run_cuda(case, pools[0], slots, variant, out=out)
+                else:
+                    run_verify(case, pools[0], slots, variant, out=out)
                 torch.cuda.synchronize()
             except Exception as error:  # a variant that does not launch is a result, too
-                checks.note(f"verify T={T} {tuple(tiling)}", repr(error)[:200], False)
+                checks.note(name, repr(error)[:200], False)
                 continue
             worst = max(rms_ratio(out[r, : len(e)], e) for r, e in enumerate(expected))
             dead = bool((out[1, T - 5 :] == 0).all())
-            name = f"verify T={T} {tuple(tiling)}"
             if checks.note(name, round(worst, 6), dead and worst < ERROR_LIMIT):
-                good.add((T, tiling))
+                good.add((T, variant))
     return good
 
 
@@ -453,9 +484,15 @@ def each(function: Callable[..., object], *layers: list[Any]) -> list[Callable[[
 
 
 def bench_verify(
-    bench: Bench, R: int, T: int, pools: list[Tensor], slots: Tensor, tilings: list[Tiling]
+    bench: Bench,
+    R: int,
+    T: int,
+    pools: list[Tensor],
+    slots: Tensor,
+    tilings: list[Tiling],
+    forms: Sequence[cuda.Form] = (),
 ) -> Case:
-    """The default tiling, the others, and what the default costs in other settings."""
+    """The default tiling, the others, and what the default costs in other settings; CUDA forms."""
     case = make_case(R, T, seed=T)
     out = torch.empty(R, T, HV, V, dtype=DTYPE, device=DEVICE)
     stashes = [stash_for(R, T) for _ in pools]
@@ -479,6 +516,12 @@ def bench_verify(
             tiling=None,
         )
 
+    def formed(form: cuda.Form, pool: Tensor, stash: GdnTritonStash) -> None:
+        run_cuda(case, pool, slots, form, out=out, stash=stash)
+
+    for form in forms:
+        name = f"cuda {tuple(form)}"
+        bench.time("verify", name, R, T, each(partial(formed, form), pools, stashes))
     default = choose_tiling(R, T, HV, V, K, DTYPE)
     for tiling in dict.fromkeys([default, *tilings]):
         name = f"{'default ' if tiling == default else ''}{tuple(tiling)}"
@@ -719,11 +762,18 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results/ops-gdn.json")
     parser.add_argument("--tune", action="store_true", help="time every tiling of VARIANTS")
     parser.add_argument("--sketch", help="path of the single-launch sketch, timed beside")
+    parser.add_argument("--cuda", action="store_true", help="time the kernel of csrc/ beside")
+    parser.add_argument(
+        "--only-verify", action="store_true", help="leave out chains, decode, commit and conv"
+    )
     parser.add_argument("--compile-workers", type=int, default=12)
     args = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.ops.gdn needs a GPU")
     started = time.perf_counter()
+    if args.cuda:
+        kernels.load()
+    forms = {T: FORMS[T] if args.tune else FORMS[T][:1] for T in ROWS} if args.cuda else {}
     variants = {
         T: list(
             dict.fromkeys(
@@ -736,8 +786,9 @@ def main() -> None:
     tasks: list[tuple[str, int, Tiling | None, str | None]] = [
         ("verify", T, tiling, None) for T in reversed(ROWS) for tiling in variants[T]
     ]
-    tasks += [("commit", 64, None, None), ("decode", 1, None, None)]
-    tasks += [("chain", T, None, None) for T in (2, 4, 8, 16)]
+    if not args.only_verify:
+        tasks += [("commit", 64, None, None), ("decode", 1, None, None)]
+        tasks += [("chain", T, None, None) for T in (2, 4, 8, 16)]
     if args.sketch is not None:
         tasks += [("sketch", T, None, args.sketch) for T in reversed(ROWS)]
     with multiprocessing.get_context("spawn").Pool(args.compile_workers) as pool:
@@ -745,7 +796,7 @@ def main() -> None:
     print(f"{len(tasks)} parts compiled in {time.perf_counter() - started:.0f} s", flush=True)
 
     vllm, sketch, checks, bench = load_vllm(), load_sketch(args.sketch), Checks(), Bench()
-    good = check_verify(checks, variants)
+    good = check_verify(checks, variants, forms)
     check_graph(checks)
     check_commit(checks)
     check_layers_and_raw(checks)
@@ -758,16 +809,17 @@ def main() -> None:
         pools, slots = pool_of(R, LAYERS)
         for T in ROWS:
             tilings = [t for t in VARIANTS[T] if args.tune and (T, t) in good]
-            case = bench_verify(bench, R, T, pools, slots, tilings)
+            case = bench_verify(bench, R, T, pools, slots, tilings, forms.get(T, ()))
             if sketch is not None:
                 bench_sketch(bench, sketch, case, pools, slots)
-        for T in (2, 4, 8, 16):
-            bench_chain(bench, R, T, pools, slots)
-        bench_decode(bench, R, pools, slots, vllm)
-        if vllm is not None:
-            bench_vllm_chain(bench, R, 16, vllm)
-        if R in (1, 16):
-            bench_commit(bench, R, pools, slots)
+        if not args.only_verify:
+            for T in (2, 4, 8, 16):
+                bench_chain(bench, R, T, pools, slots)
+            bench_decode(bench, R, pools, slots, vllm)
+            if vllm is not None:
+                bench_vllm_chain(bench, R, 16, vllm)
+            if R in (1, 16):
+                bench_commit(bench, R, pools, slots)
         del pools
         torch.cuda.empty_cache()
     revision = subprocess.run(

@@ -46,6 +46,7 @@ _TRITON = "vllm_weaver.ops.gdn.triton"
 DECODE.register("triton", f"{_TRITON}_replay:decode")
 VERIFY.register("triton", f"{_TRITON}:tree_verify")
 COMMIT.register("triton", f"{_TRITON}_replay:commit")
+VERIFY.register("cuda", "vllm_weaver.ops.gdn.cuda:tree_verify")
 
 
 def gdn_gate(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
@@ -194,7 +195,9 @@ def gdn_tree_verify(
     differenced in float64. The "triton" backend, for GPUs, takes T up to 256, also a
     bfloat16 state; with narrow inputs it multiplies in halves, and adds about 4e-4 of the output's
     size to the rounding of a bfloat16 output. With `out`, `stash` and `ancestors` given, it
-    allocates nothing.
+    allocates nothing. The "cuda" backend (`csrc/README.md` says how to build it) is the same for
+    q, k and v in a 16-bit dtype and `qk_l2norm`, and has no use for `max_depth`; "triton" commits
+    its stash.
 
     Raises:
         ValueError: unknown backend, or shapes, dtypes or devices that do not fit together.
