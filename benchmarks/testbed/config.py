@@ -40,16 +40,21 @@ class TargetShape:
 
 @dataclasses.dataclass(frozen=True)
 class DrafterShape:
-    """A DFlash drafter; attention shape and vocabulary are the target's."""
+    """A DFlash drafter; its vocabulary is the target's, and its attention unless given."""
 
     layers: int
     mlp: int
     target_layers: tuple[int, ...]  # z-lab numbering: outputs of these decoder layers
     block: int = 16
+    attention: tuple[int, int, int] | None = None  # heads, key-value heads, head width
 
     @property
     def depth(self) -> int:
         return self.block - 1
+
+    def heads(self, target: TargetShape) -> tuple[int, int, int]:
+        """Heads, key-value heads and head width, over this target."""
+        return self.attention or (target.heads, target.kv_heads, target.head_dim)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +158,8 @@ BENCH = Size(
         gdn_head_dim=128,
         tied=False,
     ),
-    drafter=DrafterShape(layers=4, mlp=2048, target_layers=(1, 4, 7, 10)),
+    # Heads of 128, as z-lab's drafters of Qwen3.6 have; the target's are 256 wide.
+    drafter=DrafterShape(layers=4, mlp=2048, target_layers=(1, 4, 7, 10), attention=(8, 4, 128)),
     adapter=AdapterShape(rank=512, heads=4, mlp=1024, pool=256),
     train_target=Stage(steps=2000, rows=32, muon_lr=0.02, adam_lr=3e-3),
     train_drafter=Stage(steps=2500, rows=1536, muon_lr=0.012, adam_lr=2e-3),

@@ -45,14 +45,15 @@ def new_speculator(size: Size, target_directory: Path, device: str, dtype: torch
 
     logging.getLogger("speculators").setLevel(logging.ERROR)
     target, drafter = size.target, size.drafter
+    heads, kv_heads, head_dim = drafter.heads(target)
     layers = Qwen3Config(
         vocab_size=target.vocab,
         hidden_size=target.width,
         intermediate_size=drafter.mlp,
         num_hidden_layers=drafter.layers,
-        num_attention_heads=target.heads,
-        num_key_value_heads=target.kv_heads,
-        head_dim=target.head_dim,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
         max_position_embeddings=target.max_positions,
         rms_norm_eps=target.eps,
         rope_parameters={"rope_type": "default", "rope_theta": target.rope_theta},
@@ -191,6 +192,7 @@ class Drafter:
         auxiliary states of positions below a, the token at a, and its own D masks.
         """
         weights, target, block = self.weights, self.target, self.shape.block
+        num_heads, kv_heads, head_dim = self.shape.heads(target)
         batch, length = ids.shape
         count = anchors.shape[1]
         device = ids.device
@@ -199,15 +201,15 @@ class Drafter:
         tokens = F.pad(ids.gather(1, anchors)[..., None], (0, block - 1), value=MASK_ID)
         x = F.embedding(tokens, embedding).to(self.dtype).flatten(1, 2)
         positions = (anchors[..., None] + torch.arange(block, device=device)).flatten(1)
-        turn = tuple(t[:, None] for t in rope(positions, target.head_dim, target.rope_theta))
-        turn_context = rope(torch.arange(length, device=device), target.head_dim, target.rope_theta)
+        turn = tuple(t[:, None] for t in rope(positions, head_dim, target.rope_theta))
+        turn_context = rope(torch.arange(length, device=device), head_dim, target.rope_theta)
         before = (
             torch.arange(length, device=device) < anchors.repeat_interleave(block, 1)[..., None]
         )
-        group = target.heads // target.kv_heads
+        group = num_heads // kv_heads
 
         def heads(y: Tensor, name: str, gain: str | None, angles: Any) -> Tensor:
-            y = linear(y, weights[name]).unflatten(-1, (-1, target.head_dim))
+            y = linear(y, weights[name]).unflatten(-1, (-1, head_dim))
             if gain is not None:
                 y = norm(y, weights[gain], target.eps)
             y = y.transpose(1, 2)
@@ -224,10 +226,10 @@ class Drafter:
                 v = heads(source, attention + "v_proj.weight", None, None)
                 keys.append(k.repeat_interleave(group, 1))
                 values.append(v.repeat_interleave(group, 1))
-            scale = target.head_dim**-0.5
+            scale = head_dim**-0.5
             far = (q @ keys[0].transpose(-1, -2)).float() * scale
             far = far.masked_fill(~before[:, None], float("-inf"))
-            blocks = (batch, target.heads, count, block, target.head_dim)
+            blocks = (batch, num_heads, count, block, head_dim)
             q, k, v = (t.reshape(blocks) for t in (q, keys[1], values[1]))
             near = ((q @ k.transpose(-1, -2)).float() * scale).flatten(2, 3)
             share = torch.cat([far, near], -1).softmax(-1).to(self.dtype)

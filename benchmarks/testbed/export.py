@@ -105,6 +105,7 @@ def save_drafter(
 ) -> None:
     """`weights` are the drafter's own: layers, `fc`, `hidden_norm`, `norm`."""
     save_weights(weights, directory, dtype)
+    heads, kv_heads, head_dim = shape.heads(target)
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -116,7 +117,7 @@ def save_drafter(
         "pad_token_id": EOS_ID,
         "dflash_config": {"mask_token_id": MASK_ID, "target_layer_ids": list(shape.target_layers)},
         "dtype": str(dtype).removeprefix("torch."),
-        "head_dim": target.head_dim,
+        "head_dim": head_dim,
         "hidden_act": "silu",
         "hidden_size": target.width,
         "initializer_range": 0.02,
@@ -124,9 +125,9 @@ def save_drafter(
         "layer_types": ["full_attention"] * shape.layers,
         "max_position_embeddings": target.max_positions,
         "max_window_layers": shape.layers,
-        "num_attention_heads": target.heads,
+        "num_attention_heads": heads,
         "num_hidden_layers": shape.layers,
-        "num_key_value_heads": target.kv_heads,
+        "num_key_value_heads": kv_heads,
         "num_target_layers": target.layers,
         "rms_norm_eps": target.eps,
         "rope_theta": target.rope_theta,

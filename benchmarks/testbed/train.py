@@ -46,8 +46,9 @@ from .states import Rows, TextStates
 from .target import RUNTIME, Target, linear, piece
 
 STAGES = ("target", "drafter", "adapter", "evaluate")
-# With `--within`: seconds that later stages need, and the drafter's share of what is left.
-_AFTER_DRAFTER_S, _AFTER_ADAPTER_S = 75.0, 55.0
+# With `--within`: seconds that later stages need, evaluation among them, and the drafter's share of
+# what is left.
+_AFTER_DRAFTER_S, _AFTER_ADAPTER_S, _EVALUATION_S = 75.0, 55.0, 48.0
 _DRAFTER_SHARE = 0.6
 # Of a given prompt: tokens to continue it with, and how often at temperature 1.
 _GIVEN_TOKENS, _GIVEN_SAMPLES = 64, 16
@@ -123,6 +124,8 @@ class Run:
         if self.within is None or stage in self.limits:
             return self.limits.get(stage)
         left = self.within - (time.time() - self.start)
+        if "evaluate" not in self.stages:
+            left += _EVALUATION_S
         if stage == "adapter":
             return max(1.0, left - _AFTER_ADAPTER_S)
         return max(1.0, (left - _AFTER_DRAFTER_S) * _DRAFTER_SHARE)

@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from vllm_weaver.adapter import WeaverAdapter, WeaverConfig
+from vllm_weaver.train.losses import length_weights, path_weights
 
-from .config import Size
+from .config import Size, Stage
 from .drafter import Drafter
 from .optim import Optimiser, train
 from .states import TextStates
@@ -35,16 +36,37 @@ _HALVINGS = 16
 _OUTSIDE = -1e4
 
 
-def new_adapter(size: Size, device: str) -> WeaverAdapter:
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """What an ablation changes of the adapter or of its training.
+
+    `loss` is "anneal" (KL, falling to half KL and half TV) or one of `vllm_weaver.train.losses`;
+    `weigh` is "decay" (the size's own weights by depth), "flat", "path" or "length".
+    """
+
+    version: Literal["v1", "v2"] = "v2"
+    layers: int = 1
+    rank: int | None = None
+    mlp: int | None = None
+    loss: str = "anneal"
+    weigh: str = "decay"
+    path_budget: int = 63
+
+
+BASE = Variant()
+
+
+def new_adapter(size: Size, device: str, variant: Variant = BASE) -> WeaverAdapter:
     config = WeaverConfig(
         d_model=size.target.width,
         d_embed=size.target.width,
-        d_rank=size.adapter.rank,
+        d_rank=variant.rank or size.adapter.rank,
+        num_layers=variant.layers,
         num_heads=size.adapter.heads,
-        mlp_dim=size.adapter.mlp,
+        mlp_dim=variant.mlp or size.adapter.mlp,
         depth=size.drafter.depth,
         candidate_pool_size=size.adapter.pool,
-        variant="v2",
+        variant=variant.version,
         vocab_size=size.target.vocab,
         target=f"{size.name}-target",
         drafter=f"{size.name}-drafter",
@@ -87,14 +109,13 @@ class Blocks:
     hidden: Tensor  # flat, [..., d], after the final norm
 
     def take(self, pick: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """h_ver [R, d], h_draft [R, D, d], floor [R, D], the anchors' tokens and the D - 1 after
-        them [R, D], and the target's states there [R, D, d]."""
+        """h_ver [R, d], h_draft [R, D, d], floor [R, D], the anchors' tokens and the D after
+        them [R, D + 1], and the target's states at all but the last [R, D, d]."""
         anchors, depth = self.anchors[pick], self.h_draft.shape[1]
-        window = anchors[:, None] + torch.arange(depth, device=anchors.device)
+        window = anchors[:, None] + torch.arange(-1, depth + 1, device=anchors.device)
         place = self.hidden.device
-        hidden = self.hidden[torch.cat([anchors[:, None] - 1, window], 1).to(place)]
-        hidden = hidden.to(anchors.device)
-        tokens = self.ids[window].long()
+        hidden = self.hidden[window[:, :-1].to(place)].to(anchors.device)
+        tokens = self.ids[window[:, 1:]].long()
         return hidden[:, 0], self.h_draft[pick], self.floor[pick], tokens, hidden[:, 1:]
 
 
@@ -134,28 +155,49 @@ def adapter_loss(
     embedding: Tensor,
     weight_D: Tensor,
     kl_share: Tensor,
+    variant: Variant,
 ) -> tuple[Tensor, Tensor]:
     """The loss, and the share of the target's mass that q covers at each depth [D].
 
-    `inputs` as from `Blocks.take`; the products with `head` [V, d] are in its dtype.
+    `inputs` as from `Blocks.take`; the products with `head` [V, d] are in its dtype. The pool is
+    dense here: the vocabulary, with what is outside masked.
     """
     h_ver, h_draft, floor, tokens, states = inputs
     mixed = head.dtype != torch.float32
     with torch.autocast(h_ver.device.type, dtype=torch.bfloat16, enabled=mixed):
-        queries = adapter(h_ver, h_draft, tokens, embedding)
+        queries = adapter(h_ver, h_draft, tokens[:, :-1], embedding)
     drafted = (h_draft @ head.T).float()
     corrected = drafted + (queries.to(head.dtype) @ head.T).float()
     outside = drafted < floor[..., None]
     log_q = corrected.masked_fill(outside, _OUTSIDE).log_softmax(-1)
     p = (states @ head.T).float().softmax(-1).masked_fill(outside, 0.0)
     overlap_RD = torch.minimum(p, log_q.exp()).sum(-1)
+    following = tokens[:, 1:, None]
+    text_RD = log_q.gather(-1, following)[..., 0]
+    inside_RD = ~outside.gather(-1, following)[..., 0]
     kl_RD = (torch.special.xlogy(p, p) - p * log_q).sum(-1)
-    loss_RD = kl_share * kl_RD + (1 - kl_share) * (1 - overlap_RD)
-    return (loss_RD.mean(0) * weight_D).sum() / weight_D.sum(), overlap_RD.detach().mean(0)
+    weight_RD = weight_D.expand_as(overlap_RD)
+    if variant.weigh == "path":
+        text_or_none = text_RD.masked_fill(~inside_RD, -torch.inf)
+        weight_RD = path_weights(text_or_none, variant.path_budget)
+    elif variant.weigh == "length":
+        weight_RD = length_weights(overlap_RD)
+    elif variant.weigh == "flat":
+        weight_RD = torch.ones_like(overlap_RD)
+    if variant.loss == "anneal":
+        loss_RD = kl_share * kl_RD + (1 - kl_share) * (1 - overlap_RD)
+    elif variant.loss == "lk_mix":
+        share_RD = torch.exp(-3.0 * overlap_RD.detach())
+        loss_RD = share_RD * kl_RD + (1 - share_RD) * (1 - overlap_RD)
+    elif variant.loss == "lk_log":
+        loss_RD = -overlap_RD.clamp(min=1e-6).log()
+    else:
+        loss_RD = {"kl": kl_RD, "tv": 1 - overlap_RD, "ce": -text_RD * inside_RD}[variant.loss]
+    return (loss_RD * weight_RD).sum() / weight_RD.sum(), overlap_RD.detach().mean(0)
 
 
 def _step_of(
-    size: Size, target: Target, adapter: WeaverAdapter, blocks: Blocks
+    size: Size, target: Target, adapter: WeaverAdapter, blocks: Blocks, variant: Variant = BASE
 ) -> Callable[[float], tuple[Tensor, dict[str, Tensor]]]:
     device = blocks.anchors.device
     dtype = blocks.h_draft.dtype
@@ -168,7 +210,9 @@ def _step_of(
             inputs = blocks.take(pick)
         # A tensor, since a compiled step takes numbers for constants.
         kl_share = torch.full((), max(_LAST_KL_SHARE, 1.0 - progress), device=device)
-        loss, overlap_D = adapter_loss(adapter, inputs, head, embedding, weight_D, kl_share)
+        loss, overlap_D = adapter_loss(
+            adapter, inputs, head, embedding, weight_D, kl_share, variant
+        )
         return loss, {"overlap": overlap_D}
 
     return loss_of
@@ -200,11 +244,18 @@ def train_adapter(
     *,
     seconds: float | None,
     log: Callable[[str], None],
+    variant: Variant = BASE,
+    stage: Stage | None = None,
+    name: str = "adapter",
 ) -> tuple[WeaverAdapter, dict[str, Any]]:
-    adapter = new_adapter(size, device)
-    optimiser = Optimiser(adapter.named_parameters(), size.train_adapter)
-    step = _step_of(size, target, adapter, blocks)
-    record = train("adapter", size.train_adapter, optimiser, step, seconds=seconds, log=log)
+    """Train an adapter; `stage` is the size's own if not given."""
+    adapter = new_adapter(size, device, variant)
+    stage = stage or size.train_adapter
+    optimiser = Optimiser(adapter.named_parameters(), stage, adam=("pos_emb",))
+    step = _step_of(
+        dataclasses.replace(size, train_adapter=stage), target, adapter, blocks, variant
+    )
+    record = train(name, stage, optimiser, step, seconds=seconds, log=log)
     record["parameters"] = sum(p.numel() for p in adapter.parameters())
     record["blocks"] = len(blocks.anchors)
     return adapter, record

@@ -4,10 +4,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +51,23 @@ def test_rows_are_read_as_speculators_reads_them(data: Path) -> None:
         assert torch.equal(document.trained_L, expected["loss_mask"].bool())
         assert torch.equal(document.auxiliary_Lx, expected["hidden_states"])
         assert torch.equal(document.last_Ld, expected["verifier_last_hidden_states"])
+
+
+def test_fp8_files_are_read_as_speculators_reads_them(data: Path) -> None:
+    from hs_connectors.fp8_utils import quantize_tensor_to_fp8
+    from hs_connectors.transfer import FP8Transfer
+
+    plain = _open(data)[3]
+    quantised, scales = quantize_tensor_to_fp8(_states(data))
+    _rewrite(data, 3, hidden_states=quantised, hidden_states_scales=scales)
+    expected = FP8Transfer(data / "hidden_states").get_cached(3)
+    read, cut = _open(data)[3], _open(data, max_length=20)[3]
+    assert expected is not None and isinstance(plain, Document)
+    assert isinstance(read, Document) and isinstance(cut, Document)
+    assert torch.equal(read.last_Ld, expected["hidden_states"][:, -1])
+    assert torch.equal(read.auxiliary_Lx, expected["hidden_states"][:, :-1].flatten(1))
+    assert torch.equal(cut.last_Ld, read.last_Ld[:20])
+    assert (read.last_Ld - plain.last_Ld).norm() < 0.05 * plain.last_Ld.norm()
 
 
 def test_long_rows_are_cut(data: Path) -> None:
@@ -220,80 +233,3 @@ def test_memory_does_not_grow_with_the_data(tmp_path: Path) -> None:
         highest = max(highest, host_memory())
     assert total > 200e6
     assert highest - before < 40e6
-
-
-@pytest.fixture
-def server(made_data: Path, tmp_path: Path) -> Iterator[tuple[str, list[int]]]:
-    """A stand-in for vLLM's extraction: answers a prompt with the file of its states."""
-    import datasets
-
-    rows = datasets.load_from_disk(str(made_data)).with_format(None)["input_ids"]
-    asked: list[int] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        def log_message(self, *arguments: Any) -> None:
-            pass
-
-        def do_GET(self) -> None:
-            self._answer({"object": "list", "data": [{"id": "nano", "object": "model"}]})
-
-        def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            row = list(rows).index(body["prompt"])
-            asked.append(row)
-            states = load_file(made_data / "hidden_states" / f"hs_{row}.safetensors")
-            file = tmp_path / f"generated_{row}.safetensors"
-            save_file(states, file)
-            choice = {"index": 0, "text": "", "finish_reason": "length"}
-            choice["prompt_token_ids"] = body["prompt"]
-            self._answer(
-                {
-                    "id": "1",
-                    "object": "text_completion",
-                    "created": 0,
-                    "model": "nano",
-                    "choices": [choice],
-                    "kv_transfer_params": {"hidden_states_path": str(file)},
-                }
-            )
-
-        def _answer(self, content: dict[str, Any]) -> None:
-            text = json.dumps(content).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(text)))
-            self.end_headers()
-            self.wfile.write(text)
-
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=running.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{running.server_port}/v1", asked
-    running.shutdown()
-    thread.join()
-    running.server_close()
-
-
-def test_missing_states_are_asked_of_a_server(
-    data: Path, server: tuple[str, list[int]], tmp_path: Path
-) -> None:
-    endpoint, asked = server
-    expected = _open(data)
-    states = tmp_path / "states"
-    states.mkdir()
-    (data / "hidden_states" / "hs_5.safetensors").rename(states / "hs_5.safetensors")
-    opened = _open(data, hidden_states=str(states), on_missing="generate", endpoint=endpoint)
-    document, same = opened[4], expected[4]
-    assert isinstance(document, Document) and isinstance(same, Document)
-    assert torch.equal(document.auxiliary_Lx, same.auxiliary_Lx)
-    assert torch.equal(document.last_Ld, same.last_Ld)
-    assert isinstance(opened[5], Document)
-    assert asked == [4]
-    assert not list(tmp_path.glob("generated_*"))
-
-
-def test_server_that_is_not_there_is_named(data: Path) -> None:
-    (data / "hidden_states" / "hs_4.safetensors").unlink()
-    opened = _open(data, on_missing="generate", endpoint="http://127.0.0.1:1/v1")
-    with pytest.raises(DataError, match=r"127\.0\.0\.1:1/v1 gave no hidden states .*Connection"):
-        opened[4]

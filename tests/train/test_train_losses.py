@@ -10,7 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from vllm_weaver.train.losses import depth_weights, pool_losses
+from vllm_weaver.train.losses import (
+    depth_weights,
+    length_weights,
+    path_weights,
+    pool_losses,
+    text_log_probs,
+)
 from vllm_weaver.train.measure import best_marginal, left_out_overlap, walk
 from vllm_weaver.train.optim import schedule
 
@@ -90,6 +96,29 @@ def test_mix_has_no_gradient_through_its_weight() -> None:
 def test_depth_weights_fall_from_one() -> None:
     assert depth_weights(3, 0, "cpu").tolist() == [1, 1, 1]
     assert depth_weights(3, 2.0, "cpu").tolist() == pytest.approx([1, math.exp(-0.5), math.exp(-1)])
+
+
+def test_path_weights_say_which_parents_a_tree_of_the_budget_holds() -> None:
+    q = torch.tensor([[[0.5, 0.5], [0.02, 0.98], [0.1, 0.9], [0.6, 0.4]]])
+    hit = torch.tensor([[[True, False], [True, False], [False, False], [True, False]]])
+    # Before depths 1 to 4 the text's path has 1, 0.5, 0.01, and nothing: its third token is not in
+    # the pool.
+    text = text_log_probs(q.log(), hit)
+    assert path_weights(text, 1)[0].tolist() == pytest.approx([1, 0.5, 0.01, 0])
+    assert path_weights(text, 63)[0].tolist() == pytest.approx([1, 1, 0.63, 0])
+
+
+def test_length_weights_make_tv_the_gradient_of_the_expected_length() -> None:
+    logits, p, hit = _example(3)
+    first = logits.clone().requires_grad_()
+    _, accepted = pool_losses("tv", first.log_softmax(-1), p, hit)
+    live = torch.minimum(p, first.log_softmax(-1).exp()).sum(-1)
+    torch.testing.assert_close(live, accepted)
+    (expected,) = torch.autograd.grad(-live.cumprod(-1).sum(), first)
+    second = logits.clone().requires_grad_()
+    loss, accepted = pool_losses("tv", second.log_softmax(-1), p, hit)
+    (gradient,) = torch.autograd.grad((length_weights(accepted) * loss).sum(), second)
+    torch.testing.assert_close(gradient, expected)
 
 
 def test_schedule_rises_stays_and_falls_but_never_stands_still() -> None:

@@ -6,17 +6,16 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import os
+import resource
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from nano_data import ADAPTER, DRAFTER, TARGET, MakeRecipe, with_data
+from nano_runs import train_in_a_process, weights
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -26,7 +25,6 @@ from vllm_weaver.train.data import Document
 from vllm_weaver.train.errors import DataError, RecipeError, SaveError, TrainError
 from vllm_weaver.train.plan import dry_run
 from vllm_weaver.train.processes import Processes
-from vllm_weaver.train.recipe import Recipe
 from vllm_weaver.train.state import Checkpoints
 from vllm_weaver.train.trainer import Trainer, load_frozen, train
 
@@ -45,38 +43,10 @@ Optimizers.step = mortal
 """
 
 
-def _weights(recipe: Recipe) -> dict[str, Tensor]:
-    return load_file(Path(recipe.output) / "adapter" / "model.safetensors")
-
-
 def _assert_same(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
     assert one.keys() == other.keys()
     for name, tensor in one.items():
         assert torch.equal(tensor, other[name]), name
-
-
-def _write_toml(recipe: Recipe, file: Path) -> Path:
-    lines = []
-    for name, value in recipe.to_dict().items():
-        if isinstance(value, dict):
-            lines.append(f"[{name}]")
-            pairs = ((k, v) for k, v in value.items() if v is not None)
-            lines += [f"{k} = {json.dumps(v)}" for k, v in pairs]
-        else:
-            lines.append(f"{name} = {json.dumps(value)}")
-    file.write_text("\n".join(lines) + "\n")
-    return file
-
-
-def _command(recipe: Recipe, tmp_path: Path, *options: str) -> list[str]:
-    file = _write_toml(recipe, tmp_path / f"{Path(recipe.output).name}.toml")
-    code = "import torch; torch.set_num_threads(1); from vllm_weaver.cli import main; main()"
-    return [sys.executable, "-c", code, "train", str(file), *options]
-
-
-def _environment() -> dict[str, str]:
-    root = str(Path(__file__).parents[2])
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": root, "TERM": "dumb"}
 
 
 def test_target_states_and_drafts_line_up_with_the_text(make_recipe: MakeRecipe) -> None:
@@ -160,9 +130,7 @@ def test_killed_run_resumes_to_the_identical_result(
     straight = make_recipe("straight", **settings)
     train(straight)
     killed = make_recipe("killed", **settings)
-    command = _command(killed, tmp_path)
-    command[2] = _KILLS_ITSELF + command[2]
-    process = subprocess.run(command, env=_environment(), capture_output=True)
+    process = train_in_a_process(killed, tmp_path, before=_KILLS_ITSELF)
     assert process.returncode == -signal.SIGKILL
     checkpoints = Checkpoints(killed.output, 2)
     assert checkpoints.steps() == [2, 4]
@@ -171,26 +139,10 @@ def test_killed_run_resumes_to_the_identical_result(
     with open(Path(killed.output) / "metrics.jsonl", "a") as file:
         file.write('{"step": 5, "ki')
     train(killed, resume=True)
-    _assert_same(_weights(killed), _weights(straight))
+    _assert_same(weights(killed), weights(straight))
     lines = (Path(killed.output) / "metrics.jsonl").read_text().splitlines()
     steps = [json.loads(line)["step"] for line in lines]
     assert steps == list(range(1, 9))
-
-
-def test_two_processes_train_as_one_does(make_recipe: MakeRecipe, tmp_path: Path) -> None:
-    alone = make_recipe("alone", train__steps=3)
-    train(alone)
-    pair = make_recipe("pair", train__steps=3)
-    command = _command(pair, tmp_path)
-    script = tmp_path / "run.py"
-    script.write_text(command[2])
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launcher += ["--nproc-per-node", "2", str(script), *command[3:]]
-    result = subprocess.run(launcher, env=_environment(), capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr[-2000:]
-    one, two = _weights(alone), _weights(pair)
-    for name, tensor in one.items():
-        torch.testing.assert_close(tensor, two[name], atol=2e-5, rtol=1e-4, msg=name)
 
 
 def test_bad_shard_ends_the_run_with_its_last_step_saved(
@@ -214,7 +166,7 @@ def test_bad_shard_ends_the_run_with_its_last_step_saved(
     train(recipe, resume=True)
     untouched = make_recipe("untouched", train__save_every=100)
     train(untouched)
-    _assert_same(_weights(recipe), _weights(untouched))
+    _assert_same(weights(recipe), weights(untouched))
 
 
 def test_bad_shards_may_be_skipped_and_are_counted(make_recipe: MakeRecipe, data: Path) -> None:
@@ -248,7 +200,71 @@ def test_full_disk_leaves_the_last_good_checkpoint(
     assert [file.name for file in folder.iterdir()] == ["step-00000002.pt"]
     assert load(Path(recipe.output) / "adapter").metadata["step"] == 2
     train(recipe, resume=True)
-    _assert_same(_weights(recipe), _weights(straight))
+    _assert_same(weights(recipe), weights(straight))
+
+
+def test_file_that_cannot_grow_leaves_the_last_good_checkpoint(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real write that the system cuts short in the middle of a checkpoint."""
+    straight = make_recipe("straight")
+    train(straight)
+    recipe = make_recipe("limited")
+    save = Checkpoints.save
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limited(self: Checkpoints, step: int, state: Any) -> None:
+        if step == 4:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (self.file(2).stat().st_size // 2, hard))
+        save(self, step, state)
+
+    monkeypatch.setattr(Checkpoints, "save", limited)
+    try:
+        with pytest.raises(SaveError, match=r"could not be written.*step-00000002\.pt.*--resume"):
+            train(recipe)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    monkeypatch.undo()
+    folder = Path(recipe.output) / "checkpoints"
+    assert [file.name for file in folder.iterdir()] == ["step-00000002.pt"]
+    train(recipe, resume=True)
+    _assert_same(weights(recipe), weights(straight))
+
+
+def test_compiled_model_trains_as_the_plain_one(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Traced whole, without the code generator, whose compilation takes a minute."""
+    plain, traced = (
+        make_recipe(n, train__steps=2, train__compile=n == "traced") for n in ("plain", "traced")
+    )
+    train(plain)
+    compiler, calls = torch.compile, 0
+
+    def trace(model: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return compiler(model, backend="aot_eager", fullgraph=True)
+
+    monkeypatch.setattr(torch, "compile", trace)
+    train(traced)
+    assert calls == 1
+    for name, tensor in weights(plain).items():
+        torch.testing.assert_close(weights(traced)[name], tensor, atol=2e-4, rtol=1e-3, msg=name)
+
+
+@pytest.mark.parametrize("weigh", ["path", "length"])
+def test_weights_along_the_path_train_and_are_resumed_with_their_own_recipe_only(
+    weigh: str, make_recipe: MakeRecipe
+) -> None:
+    plain = make_recipe("plain", train__steps=1)
+    other = make_recipe("other", train__steps=1, train__weigh=weigh)
+    train(plain)
+    train(other)
+    name = "lm_head_query_in.weight"
+    assert not torch.equal(weights(plain)[name], weights(other)[name])
+    with pytest.raises(RecipeError, match=rf"train\.weigh is 'depth' but .* had '{weigh}'"):
+        train(make_recipe("other", train__steps=1), resume=True)
 
 
 def test_damaged_checkpoint_falls_back_to_the_one_before(make_recipe: MakeRecipe) -> None:
@@ -256,10 +272,10 @@ def test_damaged_checkpoint_falls_back_to_the_one_before(make_recipe: MakeRecipe
     train(recipe)
     checkpoints = Checkpoints(recipe.output, 2)
     assert checkpoints.steps() == [2, 4]
-    expected = _weights(recipe)
+    expected = weights(recipe)
     checkpoints.file(4).write_bytes(checkpoints.file(4).read_bytes()[:1000])
     train(recipe, resume=True)
-    _assert_same(_weights(recipe), expected)
+    _assert_same(weights(recipe), expected)
     checkpoints.file(2).write_bytes(b"")
     checkpoints.file(4).write_bytes(b"")
     with pytest.raises(TrainError, match="no checkpoint is readable"):
@@ -356,7 +372,7 @@ def test_bfloat16_run_keeps_float32_masters_and_stays_near_the_plain_one(
     half = make_recipe("half", train__steps=1, train__precision="bfloat16")
     for recipe in (plain, half):
         train(recipe)
-    one, two = _weights(plain), _weights(half)
+    one, two = weights(plain), weights(half)
     assert all(tensor.dtype == torch.float32 for tensor in two.values())
     name = "lm_head_query_in.weight"
     cosine = torch.nn.functional.cosine_similarity(one[name].flatten(), two[name].flatten(), dim=0)
@@ -368,7 +384,7 @@ def test_start_from_continues_an_adapter_of_the_same_size_only(make_recipe: Make
     path = train(first)
     second = make_recipe("second", train__steps=1, adapter__start_from=str(path))
     trainer = Trainer(second, Processes(0, 1, CPU))
-    _assert_same(dict(trainer.adapter.state_dict()), _weights(first))
+    _assert_same(dict(trainer.adapter.state_dict()), weights(first))
     with pytest.raises(RecipeError, match=r"adapter\.start_from"):
         Trainer(
             make_recipe("third", adapter__start_from=str(path), adapter__rank=64),

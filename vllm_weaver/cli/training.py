@@ -100,20 +100,35 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print sizes, memory and time per step; save nothing.")
     ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Say where a step's time goes; save nothing.")
+    ] = False,
+    trace: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="With --profile: write a Chrome trace.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the last checkpoint, if there is one.")
     ] = False,
+    json_file: Annotated[
+        Path | None,
+        typer.Option("--json", metavar="FILE", help="Write what --dry-run or --profile found."),
+    ] = None,
 ) -> None:
     """Train an adapter.
 
     On several GPUs: torchrun --nproc-per-node N --no-python vllm-weaver train RECIPE
     """
     with _one_line():
+        from vllm_weaver.train.errors import TrainError
         from vllm_weaver.train.recipe import Recipe
 
+        if (trace is not None and not profile) or (json_file and not (profile or dry_run)):
+            raise TrainError(
+                "--trace belongs to --profile, --json to --profile or --dry-run: add that option"
+            )
         settings = Recipe.load(recipe)
-        if dry_run:
-            _dry_run(settings)
+        if dry_run or profile:
+            _try_out(settings, profile, trace, json_file)
             return
         from vllm_weaver.train.trainer import train as run
 
@@ -258,18 +273,30 @@ def card(
         _say(f"model card: {write(adapter, figures)}")
 
 
-def _dry_run(settings: Any) -> None:
+def _try_out(settings: Any, profiles: bool, trace: Path | None, json_file: Path | None) -> None:
+    """Run a few steps that are thrown away, and print what they cost."""
+    from rich.console import Console
+
     from vllm_weaver.train.plan import dry_run
     from vllm_weaver.train.processes import Processes
+    from vllm_weaver.train.profile import profile
+    from vllm_weaver.train.report import show_profile, write_json
     from vllm_weaver.train.trainer import Trainer
 
     processes = Processes.join()
     try:
-        facts = dry_run(Trainer(settings, processes))
-        if processes.first:
+        trainer = Trainer(settings, processes)
+        facts = profile(trainer, trace) if profiles else dry_run(trainer)
+        if not processes.first:
+            return
+        if profiles:
+            show_profile(facts, Console())
+        else:
             width = max(map(len, facts))
             for name, value in facts.items():
                 print(f"{name:<{width}}  {value}")
+        if json_file is not None:
+            write_json(facts, json_file)
     finally:
         processes.leave()
 

@@ -4,9 +4,9 @@
 A data directory is what `speculators prepare-data` writes: a Hugging Face dataset with columns
 `input_ids`, `loss_mask`, `seq_len`. Row N's hidden states are `hs_N.safetensors` with `token_ids`
 [L] and `hidden_states` [L, layers + 1, d]: the drafter's auxiliary layers, then the last layer's
-output before the final norm. Everything is checked when it is read, nothing is kept. A file
-`extraction.json` beside the states, which `vllm-weaver extract` writes, names target and layers.
-Knows neither models nor training.
+output before the final norm, or these in FP8 with `hidden_states_scales` [L, 1, 1]. Everything is
+checked when it is read, nothing is kept. A file `extraction.json` beside the states, which
+`vllm-weaver extract` writes, names target and layers. Knows neither models nor training.
 
 Shapes: L tokens of a row, A anchors, D draft depth, d width.
 """
@@ -14,6 +14,7 @@ Shapes: L tokens of a row, A anchors, D draft depth, d width.
 from __future__ import annotations
 
 import json
+import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,8 @@ from vllm_weaver.train.errors import DataError, first_line, require
 from vllm_weaver.train.recipe import DataRecipe
 
 RECORD_NAME = "extraction.json"
+_SCALES = "hidden_states_scales"
+_SERVER_SECONDS = 30
 
 
 @dataclass(frozen=True)
@@ -192,15 +195,15 @@ class HiddenStateData(Dataset[Document | Skipped]):
                         f"{file}: holds {', '.join(sorted(names)) or 'nothing'}, not token_ids and "
                         "hidden_states: it is no hidden-state file of speculators"
                     )
-                if "hidden_states_scales" in names:
-                    raise DataError(
-                        f"{file}: is quantised to FP8: extract with the plain file connector"
-                    )
                 stored = opened.get_tensor("token_ids").long()
                 # Only what is used of a long row is read.
                 part = opened.get_slice("hidden_states")
                 whole = list(part.get_shape())
                 states: Tensor = part[:length]
+                if _SCALES in names:
+                    # Speculators' FP8 files: a scale per token, applied as its own reader does.
+                    scales = opened.get_slice(_SCALES)[:length]
+                    states = states.to(torch.bfloat16) * scales.to(torch.bfloat16)
         except DataError:
             raise
         except Exception as error:
@@ -264,6 +267,26 @@ class HiddenStateData(Dataset[Document | Skipped]):
                 f"{self.layout.file_layers}: extract them for this drafter"
             )
 
+    def check_server(self, rows: Sequence[int]) -> str | None:
+        """Name of the model that the server gives, if some of these rows have to be asked of it.
+
+        Raises:
+            DataError: no server answers, or it serves no model.
+        """
+        if self.recipe.on_missing != "generate" or not self.missing(rows):
+            return None
+        address = f"{self.recipe.endpoint.rstrip('/')}/models"
+        try:
+            with urllib.request.urlopen(address, timeout=_SERVER_SECONDS) as answer:
+                name: str = json.load(answer)["data"][0]["id"]
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            raise DataError(
+                f"{self.recipe.endpoint}: no vLLM server answers there ({first_line(error)}), and "
+                f"{self.missing(rows)} rows have no hidden states: start it for extraction, see "
+                "docs/training.md, or correct data.endpoint"
+            ) from error
+        return name
+
     def _generate(self, index: int) -> Tensor:
         """Ask a running server, through speculators' own client."""
         if self._generator is None:
@@ -272,7 +295,7 @@ class HiddenStateData(Dataset[Document | Skipped]):
             self._generator = module.ArrowDataset(
                 max_len=self.recipe.max_length,
                 datapath=str(self.path),
-                transfer=transfer.FileTransfer(self.directory),
+                transfer=transfer.FP8Transfer(self.directory),
                 vllm_endpoint=self.recipe.endpoint,
                 on_missing="generate",
                 max_retries=1,
@@ -280,10 +303,11 @@ class HiddenStateData(Dataset[Document | Skipped]):
             )
         answer = self._generator[index]
         if not isinstance(answer, dict):
+            # The client's account of its attempts comes first, and may list a row's tokens.
+            reason = str(getattr(answer, "reason", answer)).split("): ", 1)[-1][:200]
             raise DataError(
-                f"row {index}: {self.recipe.endpoint} gave no hidden states "
-                f"({getattr(answer, 'reason', answer)}): start the server for extraction, see "
-                "docs/training.md"
+                f"row {index}: {self.recipe.endpoint} gave no hidden states ({reason}): start the "
+                "server for extraction, see docs/training.md"
             )
         last = answer["verifier_last_hidden_states"]
         auxiliary = answer["hidden_states"]

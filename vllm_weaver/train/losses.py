@@ -64,6 +64,40 @@ def pool_losses(
     raise ValueError(f"loss is {loss!r}: choose one of lk_mix, lk_log, kl, tv, ce")
 
 
+def text_log_probs(log_q_RDP: Tensor, hit_RDP: Tensor) -> Tensor:
+    """[R, D] float32: log q of the text's own token, -inf where it is outside the pool."""
+    return (log_q_RDP * hit_RDP).sum(-1).masked_fill(~hit_RDP.any(-1), -torch.inf)
+
+
+def path_weights(text_RD: Tensor, budget: int) -> Tensor:
+    """[R, D] float32: how surely a tree of `budget` nodes has the parent of the text's k-th token.
+
+    min(1, budget q_1 ... q_{k-1}) with `text_RD` = log q_k from `text_log_probs`; 0 after a token
+    outside the pool. A best-first tree holds the paths of highest probability, about those above
+    1 / budget: what the adapter says below a node that no tree reaches costs nothing, and a chain
+    (`budget` 1) reaches less than a tree. No gradient passes through the weights.
+    """
+    before_RD = torch.nn.functional.pad(text_RD.detach().cumsum(-1)[:, :-1], (1, 0))
+    return (budget * before_RD.exp()).clamp(max=1.0)
+
+
+def length_weights(accepted_RD: Tensor) -> Tensor:
+    """[R, D] float32: dE / da_k of a chain's expected length E = sum_m a_1 ... a_m.
+
+    `accepted_RD` [R, D] are acceptances a_k (0 where the text is not followed). With loss `tv` the
+    weighted sum has exactly the gradient of -E. No gradient passes through the weights.
+    """
+    accepted_RD = accepted_RD.detach()
+    before_RD = torch.nn.functional.pad(accepted_RD.cumprod(-1)[:, :-1], (1, 0), value=1.0)
+    # What a path that has passed depth k still brings, itself included; from the last depth up.
+    after = torch.zeros_like(accepted_RD[:, 0])
+    columns = []
+    for k in reversed(range(accepted_RD.shape[1])):
+        columns.append(1 + after)
+        after = accepted_RD[:, k] * (1 + after)
+    return before_RD * torch.stack(columns[::-1], dim=1)
+
+
 def depth_weights(depth: int, decay: float, device: torch.device | str) -> Tensor:
     """[D] float32: exp(-(k - 1) / decay) at depth k, or ones if `decay` is 0."""
     steps_D = torch.arange(depth, device=device, dtype=torch.float32)

@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+from vllm_weaver.train.muon import ShardedMuon
+from vllm_weaver.train.parallel import like, norm_of, whole
 from vllm_weaver.train.recipe import TrainRecipe
 
 # Positions are rows of a table, not a map between spaces.
@@ -31,8 +34,9 @@ class Optimizers:
         self.parameters = [*matrices, *rest]
         self._clip = recipe.clip
         self._peaks = (recipe.muon_lr, recipe.adam_lr)
-        self._parts: tuple[torch.optim.Optimizer, torch.optim.Optimizer] = (
-            torch.optim.Muon(
+        in_shards = any(isinstance(p, DTensor) for p in matrices)
+        self._parts: tuple[Any, torch.optim.Optimizer] = (
+            (ShardedMuon if in_shards else torch.optim.Muon)(
                 matrices,
                 lr=recipe.muon_lr,
                 momentum=recipe.muon_momentum,
@@ -54,7 +58,7 @@ class Optimizers:
         Raises FloatingPointError, before anything has changed, when it is not finite.
         """
         limit = self._clip if self._clip > 0 else float("inf")
-        norm = float(nn.utils.clip_grad_norm_(self.parameters, limit))
+        norm = norm_of(self.parameters, limit)
         if not math.isfinite(norm):
             raise FloatingPointError(f"the gradient's norm is {norm}")
         for part, peak in zip(self._parts, self._peaks, strict=True):
@@ -65,15 +69,24 @@ class Optimizers:
         return norm
 
     def state_dict(self) -> dict[str, Any]:
-        """State of both, for a checkpoint."""
+        """State of both, for a checkpoint: whole tensors. All processes have to ask for it."""
         muon, adam = self._parts
-        return {"muon": muon.state_dict(), "adam": adam.state_dict()}
+        state: dict[str, Any] = whole({"muon": muon.state_dict(), "adam": adam.state_dict()})
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The counterpart of `state_dict`."""
+        """The counterpart of `state_dict`, into whole parameters or shards."""
         muon, adam = self._parts
         muon.load_state_dict(state["muon"])
-        adam.load_state_dict(state["adam"])
+        owners = [p for group in adam.param_groups for p in group["params"]]
+        moments = {
+            index: {
+                key: like(value, owners[index]) if isinstance(value, torch.Tensor) else value
+                for key, value in held.items()
+            }
+            for index, held in state["adam"]["state"].items()
+        }
+        adam.load_state_dict({**state["adam"], "state": moments})
 
 
 def schedule(step: int, steps: int, warmup: float, decay: float) -> float:

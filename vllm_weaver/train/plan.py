@@ -29,6 +29,7 @@ def dry_run(trainer: Trainer) -> dict[str, Any]:
     parameters = sum(p.numel() for p in trainer.adapter.parameters())
     per_step = plan.units * plan.documents
     missing = data.missing(range(len(data)))
+    shards = trainer.processes.world if recipe.train.parallel == "fsdp2" else 1
     facts: dict[str, Any] = {
         "target": f"{trainer.target.name}: width {trainer.target.width}, vocabulary "
         f"{trainer.target.vocab:,}, {trainer.target.layers} layers",
@@ -40,13 +41,16 @@ def dry_run(trainer: Trainer) -> dict[str, Any]:
         "steps": f"{plan.steps:,} of {per_step} rows x up to {recipe.train.blocks} blocks",
         "frozen models": _size(trainer.target.bytes() + trainer.drafter.bytes()),
         "adapter and optimisers": _size(
-            matrices * _BYTES_MATRIX + (parameters - matrices) * _BYTES_OTHER
-        ),
+            (matrices * _BYTES_MATRIX + (parameters - matrices) * _BYTES_OTHER) // shards
+        )
+        + (f" in each of {shards} processes" if shards > 1 else ""),
         "logits at once": _size(
             min(2**28, recipe.train.documents * recipe.train.blocks * trainer.depth
                 * trainer.target.vocab) * 4
         ),
     }  # fmt: skip
+    if trainer.server is not None:
+        facts["server for extraction"] = f"{data.recipe.endpoint}, serving {trainer.server}"
     if len(data) > missing:
         first = next(i for i in range(len(data)) if data.file(i).exists())
         facts["a row's file"] = _size(data.file(first).stat().st_size)

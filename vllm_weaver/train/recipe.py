@@ -19,6 +19,8 @@ from vllm_weaver.adapter import AdapterError, WeaverConfig
 from vllm_weaver.train.errors import RecipeError
 
 Loss = Literal["lk_mix", "lk_log", "kl", "tv", "ce"]
+Parallel = Literal["ddp", "fsdp2"]
+Weigh = Literal["depth", "path", "length"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +87,14 @@ class TrainRecipe:
         loss: see `vllm_weaver.train.losses`.
         eta: of "lk_mix": the weight of KL is exp(-eta * acceptance).
         depth_decay: depth k weighs exp(-(k - 1) / depth_decay); 0 weighs all alike.
+        weigh: what a position weighs beside that: nothing more ("depth"), whether a tree of
+            `path_budget` nodes gets there ("path"), or what it adds to a chain's expected length
+            ("length"); see `vllm_weaver.train.losses`.
         muon_lr, adam_lr: peak learning rates, of matrices and of everything else.
         warmup, decay: shares of the run in which the rates rise and fall.
         clip: largest norm of the gradient; 0 does not clip.
+        parallel: with several processes, whether each holds the whole adapter ("ddp") or a shard of
+            it and of its optimisers' states ("fsdp2").
         save_every, keep: steps between checkpoints, and how many are kept.
     """
 
@@ -99,6 +106,8 @@ class TrainRecipe:
     loss: Loss = "lk_mix"
     eta: float = 3.0
     depth_decay: float = 0.0
+    weigh: Weigh = "depth"
+    path_budget: int = 63
     muon_lr: float = 2e-4
     muon_momentum: float = 0.95
     muon_weight_decay: float = 0.0
@@ -109,6 +118,7 @@ class TrainRecipe:
     decay: float = 0.2
     clip: float = 1.0
     precision: Literal["bfloat16", "float32"] = "bfloat16"
+    parallel: Parallel = "ddp"
     compile: bool = False
     seed: int = 0
     log_every: int = 10
@@ -222,6 +232,7 @@ class Recipe:
             "train.measure_documents": train.measure_documents,
             "train.save_every": train.save_every,
             "train.keep": train.keep,
+            "train.path_budget": train.path_budget,
         }
         if train.steps is not None:
             positive["train.steps"] = train.steps

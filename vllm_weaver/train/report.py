@@ -55,6 +55,27 @@ def show(result: Mapping[str, Any], console: Console) -> None:
             console.print(line, highlight=False)
 
 
+def show_profile(result: Mapping[str, Any], console: Console) -> None:
+    """Print where a training step's time goes."""
+    steps, seconds = result["steps"], result["seconds_per_step"]
+    busy = result["busy_seconds"] / (steps * seconds)
+    console.print(
+        f"{seconds * 1e3:.4g} ms a step on {result['processes']} x {result['device']}, of which "
+        f"{busy:.0%} in operators; {steps} steps",
+        highlight=False,
+    )
+    for part, title in (
+        ("groups", "kind of operator"),
+        ("operators", "operator"),
+        ("optimisers", "within the step of"),
+    ):
+        table = _table(title, "ms a step", "of busy time", "of all time")
+        for name, row in result[part].items():
+            shown = (f"{row['of_busy']:.1%}", f"{row['of_wall']:.1%}")
+            table.add_row(name, f"{row['seconds'] / steps * 1e3:.4g}", *shown)
+        console.print(table)
+
+
 def verdict(result: Mapping[str, Any]) -> list[str]:
     """What a diagnosis says, in sentences."""
     lengths = result["expected_length"]

@@ -28,6 +28,7 @@ _FREE = frozenset(
         "train.log_every",
         "train.measure_documents",
         "train.measure_every",
+        "train.parallel",
         "train.save_every",
     )
 )

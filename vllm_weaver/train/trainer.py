@@ -35,8 +35,15 @@ from vllm_weaver.train.data import (
 from vllm_weaver.train.drafter import DrafterFacts, FrozenDrafter
 from vllm_weaver.train.errors import DataError, RecipeError, SaveError, TrainError, first_line
 from vllm_weaver.train.logs import Log
-from vllm_weaver.train.losses import depth_weights, pool_losses
+from vllm_weaver.train.losses import (
+    depth_weights,
+    length_weights,
+    path_weights,
+    pool_losses,
+    text_log_probs,
+)
 from vllm_weaver.train.optim import Optimizers, schedule
+from vllm_weaver.train.parallel import accumulating, load_whole, share, whole, wrap
 from vllm_weaver.train.processes import Processes, host_memory
 from vllm_weaver.train.recipe import Recipe
 from vllm_weaver.train.state import Checkpoints, check_same_run
@@ -52,6 +59,7 @@ class Trainer:
         recipe, processes: as given.
         target, drafter, data, adapter: the loaded parts.
         plan: which rows each step sees.
+        server: name of the model that is asked for missing hidden states, if one is.
         step: optimiser steps done.
     """
 
@@ -78,9 +86,11 @@ class Trainer:
         if recipe.adapter.start_from:
             self._start_from(recipe.adapter.start_from)
         self.adapter.to(device)
+        share(self.adapter, train.parallel, processes)
         self.depth = config.depth
         self.pool = config.candidate_pool_size
         self.training_rows, self.held_out_rows = self.data.split()
+        self.server = self.data.check_server(range(len(self.data)))
         self.plan = Plan.of(
             self.training_rows, train.documents, train.units, train.epochs, train.steps, train.seed
         )
@@ -88,11 +98,10 @@ class Trainer:
         self.optimizers = Optimizers(self.adapter, train)
         self.checkpoints = Checkpoints(recipe.output, train.keep)
         self._weights_D = depth_weights(self.depth, train.depth_decay, device)
-        self._model: nn.Module = self.adapter
+        model: nn.Module = self.adapter
         if train.compile:
-            self._model = torch.compile(self._model)  # type: ignore[assignment]
-        if processes.world > 1:
-            self._model = nn.parallel.DistributedDataParallel(self._model)
+            model = torch.compile(model)  # type: ignore[assignment]
+        self._model = wrap(model, train.parallel, processes)
         self._stop = False
         self.skipped: dict[int, str] = {}
 
@@ -105,13 +114,14 @@ class Trainer:
         state = self.checkpoints.load()
         if state is None:
             return False
-        check_same_run(state["recipe"], self.recipe.to_dict())
+        # Settings that the checkpoint's version did not know have their defaults.
+        check_same_run(Recipe.from_dict(state["recipe"]).to_dict(), self.recipe.to_dict())
         if state["rows"] != len(self.data):
             raise RecipeError(
                 f"{self.data.path} has {len(self.data)} rows but the run to resume had "
                 f"{state['rows']}: put the data back, or choose another output"
             )
-        self.adapter.load_state_dict(state["adapter"])
+        load_whole(self.adapter, state["adapter"])
         self.optimizers.load_state_dict(state["optimizers"])
         self.step = state["step"]
         return True
@@ -156,16 +166,15 @@ class Trainer:
         """Run the remaining steps; yields each one's figures (sums over this process's units)."""
         batches = self.plan.batches(self.step, self.processes.rank, self.processes.world)
         units = stream(self.data, batches)
-        share = self.recipe.train.units // self.processes.world
         train = self.recipe.train
+        units_here = train.units // self.processes.world
         while self.step < self.plan.steps:
             sums: dict[str, Tensor] = {}
-            for number in range(share):
+            for number in range(units_here):
                 unit = self._next(units)
-                last = number == share - 1
-                with contextlib.nullcontext() if last else self._no_sync():
+                with accumulating(self._model, self.adapter, more=number < units_here - 1):
                     loss, figures = self._unit(unit)
-                    (loss / share).backward()
+                    (loss / units_here).backward()
                 for name, value in figures.items():
                     sums[name] = sums[name] + value if name in sums else value
             factor = schedule(self.step, self.plan.steps, train.warmup, train.decay)
@@ -224,7 +233,7 @@ class Trainer:
         pools = make_pools(self.target, blocks, self.pool)
         train, device = self.recipe.train, self.processes.device
         weight_RD = blocks.trained_RD * self._weights_D
-        loss = torch.zeros((), device=device)
+        loss = weighed = torch.zeros((), device=device)
         accepted_RD = []
         with torch.autocast(
             device.type, dtype=torch.bfloat16, enabled=train.precision == "bfloat16"
@@ -234,9 +243,17 @@ class Trainer:
             losses_RD, accepted = pool_losses(
                 train.loss, log_q_RDP, pools.p_RDP[chosen], pools.hit_RDP[chosen], train.eta
             )
-            loss = loss + (losses_RD * weight_RD[chosen]).sum()
+            weights_RD = weight_RD[chosen]
+            if train.weigh == "path":
+                text_RD = text_log_probs(log_q_RDP, pools.hit_RDP[chosen])
+                weights_RD = weights_RD * path_weights(text_RD, train.path_budget)
+            elif train.weigh == "length":
+                followed_RD = accepted * blocks.trained_RD[chosen]
+                weights_RD = weights_RD * length_weights(followed_RD)
+            loss = loss + (losses_RD * weights_RD).sum()
+            weighed = weighed + weights_RD.sum()
             accepted_RD.append(accepted)
-        loss = loss / weight_RD.sum().clamp(min=1e-6)
+        loss = loss / weighed.clamp(min=1e-6)
         return loss, self._unit_figures(loss, torch.cat(accepted_RD), blocks, pools.p_RDP, unit)
 
     @torch.no_grad()
@@ -304,11 +321,15 @@ class Trainer:
         rows = self.held_out_rows[: self.recipe.train.measure_documents]
         totals: dict[str, Tensor] = {}
         started = time.perf_counter()
-        for row in rows[self.processes.rank :: self.processes.world]:
-            document = self.data[row]
-            if isinstance(document, Skipped):
+        world = self.processes.world
+        # As many passes in each process: where parameters are shards, all gather them together.
+        for place in range(self.processes.rank, -(-len(rows) // world) * world, world):
+            document = self.data[rows[place]] if place < len(rows) else None
+            if not isinstance(document, Document):
+                self._nothing()
                 continue
-            anchors = draw_anchors(document.trained_L, self.depth, self.recipe.train.blocks, row)
+            blocks = self.recipe.train.blocks
+            anchors = draw_anchors(document.trained_L, self.depth, blocks, rows[place])
             _, figures = self._unit([(document, anchors)])
             for name, value in figures.items():
                 totals[name] = totals[name] + value.cpu() if name in totals else value.cpu()
@@ -330,17 +351,13 @@ class Trainer:
         loss: Tensor = 0.0 * queries.float().sum()
         return loss
 
-    def _no_sync(self) -> contextlib.AbstractContextManager[None]:
-        if isinstance(self._model, nn.parallel.DistributedDataParallel):
-            return self._model.no_sync()
-        return contextlib.nullcontext()
-
     def _save(self, log: Log) -> None:
         """Checkpoint and adapter of the last whole step.
 
         Raises:
             SaveError: the disk refused; the last good checkpoint is still there.
         """
+        weights, moments = whole(self.adapter.state_dict()), self.optimizers.state_dict()
         if not self.processes.first:
             return
         self.checkpoints.save(
@@ -348,15 +365,17 @@ class Trainer:
             {
                 "recipe": self.recipe.to_dict(),
                 "rows": len(self.data),
-                "adapter": self.adapter.state_dict(),
-                "optimizers": self.optimizers.state_dict(),
+                "adapter": weights,
+                "optimizers": moments,
             },
         )
         from vllm_weaver.train.card import run_record
 
         directory = Path(self.recipe.output) / "adapter"
         try:
-            save_adapter(self.adapter, directory, metadata=run_record(self))
+            adapter = WeaverAdapter(self.adapter.config, device="meta")
+            adapter.load_state_dict(weights, assign=True)
+            save_adapter(adapter, directory, metadata=run_record(self))
         except Exception as error:
             # safetensors has its own type for a full disk.
             raise SaveError(
