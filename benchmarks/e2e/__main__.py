@@ -1,0 +1,264 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command: `python -m benchmarks.e2e`."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import tempfile
+import time
+from itertools import chain
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .arms import ArmError, Models, parse_arms
+from .cells import CostModel, order_cells
+from .client import EngineError
+from .measure import Bench, Results, Run, write_json
+from .memory import CacheShape, Room, drafter_bytes, weight_bytes
+from .prompts import PromptError, cut_prompts, held_out_texts, load_tokenizer, texts_of
+from .report import content, lossless, markdown
+
+PACKAGED = Path(__file__).parents[2] / "vllm_weaver/demo"
+ARMS = "weaver,stock,chain,ddtree"
+SHAPE = "27b"
+
+
+def numbers(text: str, option: str, kind: type = int) -> list[Any]:
+    """`1,4,16` as a list."""
+    try:
+        return [kind(part) for part in text.split(",") if part]
+    except ValueError:
+        raise typer.BadParameter(f"{option} {text}: pass numbers with commas between") from None
+
+
+def expand_small(small: Path, shape: str, layers: int | None, out: Path) -> tuple[Models, Path]:
+    """Light directories of the expanded trio, and where they are."""
+    import torch
+
+    from benchmarks.expand.shapes import ShapeError, named
+    from benchmarks.expand.trio import Trio
+
+    try:
+        trio = Trio.below(small, named(shape, layers))
+        on_gpu = torch.cuda.is_available()
+        trio.write(out, torch.bfloat16 if on_gpu else torch.float32, whole=False)
+    except ShapeError as error:
+        raise typer.BadParameter(str(error)) from error
+    return Models(str(out / "target"), str(out / "drafter"), str(out / "adapter"), True), out
+
+
+def read_model_config(model: str | None) -> dict[str, Any] | None:
+    """`config.json` of a directory or of a repository on the hub."""
+    if model is None:
+        return None
+    file = Path(model) / "config.json"
+    if not file.exists():
+        from huggingface_hub import hf_hub_download
+
+        file = Path(hf_hub_download(model, "config.json"))
+    return json.loads(file.read_text())
+
+
+def device_bytes() -> int:
+    """Memory of the first GPU, without taking any of it."""
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    done = subprocess.run(query, capture_output=True, text=True, check=True)
+    return int(done.stdout.split()[0]) << 20
+
+
+def bench(
+    out: Annotated[Path, typer.Option(help="directory for JSON, table, pictures and logs")] = Path(
+        "e2e-results"
+    ),
+    arms: Annotated[
+        str, typer.Option(help="kinds, or kind-rows, or kind-rows:option=value")
+    ] = ARMS,
+    budget: Annotated[int, typer.Option(help="tree nodes of weaver and ddtree")] = 63,
+    widths: Annotated[str, typer.Option(help="drafts of stock vLLM's chain")] = "15,7,11",
+    chain_width: Annotated[int, typer.Option(help="drafts of our chain")] = 15,
+    batch: Annotated[str, typer.Option(help="requests at once, the most important first")] = "1,4",
+    context: Annotated[str, typer.Option(help="prompt tokens")] = "1024,16384",
+    temperature: Annotated[str, typer.Option(help="0 is greedy")] = "0,1",
+    tokens: Annotated[int, typer.Option(help="most tokens of a request")] = 256,
+    rounds: Annotated[int, typer.Option(help="turns of each engine in a cell")] = 4,
+    discard: Annotated[int, typer.Option(help="steps not counted at the start of a turn")] = 3,
+    minutes: Annotated[float, typer.Option(help="time for everything")] = 9.0,
+    together: Annotated[
+        bool, typer.Option("--together/--alone", help="two engines in turns, or one at a time")
+    ] = True,
+    small: Annotated[Path, typer.Option(help="trained small trio to expand")] = PACKAGED / "models",
+    shape: Annotated[str, typer.Option(help="expand to it; 'none' runs --small as it is")] = SHAPE,
+    layers: Annotated[int | None, typer.Option(help="other number of target layers")] = None,
+    target: Annotated[str | None, typer.Option(help="real target, in place of --small")] = None,
+    drafter: Annotated[str | None, typer.Option(help="its DFlash drafter")] = None,
+    adapter: Annotated[str | None, typer.Option(help="its Weaver adapter")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="text to cut prompts from; default: held-out source")
+    ] = None,
+    engine: Annotated[
+        list[str] | None, typer.Option(help="ARM=JSON or all=JSON: more arguments of vLLM")
+    ] = None,
+    profile: Annotated[str, typer.Option(help="arms whose step is traced, in the first cell")] = "",
+    start_seconds: Annotated[float, typer.Option(help="expected start of an engine")] = 150.0,
+    cache: Annotated[
+        Path | None, typer.Option(help="directory for compiled kernels, to keep between runs")
+    ] = None,
+    complete: Annotated[bool, typer.Option(help="decode every request to its end")] = False,
+    keep_outputs: Annotated[bool, typer.Option(help="tokens of all requests in the JSON")] = False,
+    seed: Annotated[int, typer.Option(help="of sampling")] = 0,
+    smoke: Annotated[
+        bool, typer.Option(help="nano models, tiny cells, every check: seconds on a CPU")
+    ] = False,
+) -> None:
+    """AR, stock vLLM's DFlash chain, our chain, DDTree and Weaver, end to end in one run."""
+    import torch
+
+    began = time.monotonic()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if smoke:
+        # What was asked for stays: only defaults become small.
+        arms = "weaver,chain" if arms == ARMS else arms
+        shape = "none" if shape == SHAPE else shape
+        budget, batch, context, tokens, rounds, discard = 24, "2", "40", 16, 2, 0
+        complete, minutes, start_seconds = True, 60.0, 0.0
+        prompts = prompts or PACKAGED / "prompts"
+        profile = profile or "weaver-24"
+    logs = out / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    try:
+        chosen = parse_arms(arms, budget, numbers(widths, "--widths"), chain_width)
+    except ArmError as error:
+        raise typer.BadParameter(str(error)) from error
+    if target is not None:
+        models = Models(target, drafter, adapter)
+    elif shape == "none":
+        models = Models(str(small / "target"), str(small / "drafter"), str(small / "adapter"))
+    else:
+        models, _ = expand_small(small, shape, layers, Path(tempfile.mkdtemp(prefix="expanded-")))
+    cells = order_cells(
+        numbers(batch, "--batch"),
+        numbers(context, "--context"),
+        numbers(temperature, "--temperature", float),
+    )
+    config = read_model_config(models.target)
+    assert config is not None
+    drafter_config = read_model_config(models.drafter)
+    itemsize = 4 if device == "cpu" else 2
+    extra: dict[str, dict[str, Any]] = {}
+    for item in engine or []:
+        name, _, text = item.partition("=")
+        try:
+            extra[name] = json.loads(text)
+        except ValueError:
+            raise typer.BadParameter(f"--engine {item}: pass ARM=JSON") from None
+    environment = {}
+    if cache is not None:
+        root = cache.resolve()
+        environment = {
+            "VLLM_CACHE_ROOT": str(root / "vllm"),
+            "TRITON_CACHE_DIR": str(root / "triton"),
+            "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
+        }
+    run = Run(
+        arms=chosen,
+        cells=cells,
+        models=models,
+        cache=CacheShape.of(config, drafter_config, itemsize),
+        room=Room(
+            device_bytes() if device == "cuda" else None,
+            weight_bytes(config, itemsize),
+            drafter_bytes(drafter_config, itemsize),
+        ),
+        cost=CostModel(
+            weight_bytes(config, itemsize), start_seconds, 1.0 if device == "cpu" else 0.002
+        ),
+        device=device,
+        tokens=tokens,
+        rounds=rounds,
+        discard=discard,
+        minutes=minutes,
+        together=together,
+        warm=device != "cpu",
+        complete=complete,
+        seed=seed,
+        triton_prefill=importlib.util.find_spec("flashinfer") is None,
+        environment=environment,
+        extra=extra,
+        logs=logs,
+        profile=tuple(filter(None, profile.split(","))),
+    )
+    tokenizer = load_tokenizer(models.target)
+    lengths = {(cell.batch, cell.context) for cell in cells}
+    try:
+        source = held_out_texts() if prompts is None else texts_of(prompts)
+        texts = _enough(source, max(b * c + 8 * c for b, c in lengths))
+        cut = {(b, c): cut_prompts(tokenizer, iter(texts), b, c) for b, c in sorted(lengths)}
+    except PromptError as error:
+        raise typer.BadParameter(str(error)) from error
+
+    def say(text: str) -> None:
+        typer.echo(f"[{time.monotonic() - began:6.1f} s] {text}")
+
+    def save(results: Results) -> None:
+        data = content(run, results, time.monotonic() - began, keep_outputs)
+        write_json(out / "e2e.json", data)
+
+    measured = Bench(run, cut, say, save)
+    # Preparation counts towards the time too.
+    measured.began = began
+    try:
+        results = measured.measure()
+    except EngineError as error:
+        save(measured.results)
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from error
+    data = content(run, results, time.monotonic() - began, keep_outputs)
+    write_json(out / "e2e.json", data)
+    _write_pictures(data, results, run, out)
+    text = markdown(data)
+    (out / "e2e.md").write_text(text)
+    typer.echo(text)
+    # In float32 on a CPU even sampled texts are equal, token for token.
+    if not lossless(results.cells, strict=device == "cpu"):
+        typer.echo("outputs differ from AR's", err=True)
+        raise typer.Exit(3)
+
+
+def _enough(texts: Any, tokens: int) -> list[str]:
+    """Texts until they surely hold that many tokens: a token is at most some ten characters."""
+    found: list[str] = []
+    size = 0
+    for text in chain(texts):
+        found.append(text)
+        size += len(text)
+        if size > 10 * tokens:
+            break
+    return found
+
+
+def _write_pictures(data: dict[str, Any], results: Results, run: Run, out: Path) -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        typer.echo("matplotlib is not installed: no pictures", err=True)
+        return
+    from .plots import plot_cells, plot_step
+    from .timeline import one_step, read_trace, table
+
+    plot_cells(data, out / "e2e.png")
+    traced = {}
+    parts = []
+    for name, summary in results.traces.items():
+        traced[name] = one_step(read_trace(Path(summary["file"])), summary["steps"])
+        parts.append(f"## {name}\n\n{table(summary)}")
+    if traced:
+        plot_step(traced, out / "step.png")
+        (out / "step.md").write_text("\n".join(parts))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    typer.run(bench)

@@ -1,0 +1,446 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the arms: who is on the device when, how arms take turns, what a cell's result is.
+
+*Together*: AR's engine and one arm's stand on the device at once and decode in turns, a round each,
+so every ratio to AR comes from interleaved rounds. *Alone*: one engine at a time, for working
+points whose caches leave no room for two; the ratio then compares two stretches of one run.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .arms import Arm, Models, Sizes, describe, engine_options
+from .cells import Cell, CostModel
+from .client import EngineError, EngineProcess
+from .compare import Doubts, compare
+from .memory import CacheShape, Room
+from .statistics import accepted_length, ratio_interval, throughput
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run is asked for.
+
+    Attributes:
+        arms: AR first.
+        cells: the most important first.
+        tokens: most tokens of a request.
+        rounds: turns that each engine takes in a cell.
+        discard: steps at the start of a turn that are not counted.
+        minutes: time for everything.
+        together: see the module.
+        warm: decode a little before anything is timed.
+        complete: decode every request to its end, for the comparison of texts.
+        profile: arms whose step is traced, in the first cell.
+    """
+
+    arms: list[Arm]
+    cells: list[Cell]
+    models: Models
+    cache: CacheShape
+    room: Room
+    cost: CostModel
+    device: str
+    tokens: int
+    rounds: int
+    discard: int
+    minutes: float
+    together: bool
+    warm: bool
+    complete: bool
+    seed: int
+    triton_prefill: bool
+    environment: dict[str, str]
+    extra: dict[str, dict[str, Any]]
+    logs: Path
+    profile: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> str:
+        """Of weights and activations."""
+        return "float32" if self.device == "cpu" else "bfloat16"
+
+
+@dataclass
+class Results:
+    """What has been measured so far; JSON at any moment."""
+
+    engines: dict[str, Any] = field(default_factory=dict)
+    cells: list[dict[str, Any]] = field(default_factory=list)
+    skipped: list[dict[str, str]] = field(default_factory=list)
+    traces: dict[str, Any] = field(default_factory=dict)
+
+
+class Bench:
+    """One run."""
+
+    def __init__(
+        self,
+        run: Run,
+        prompts: dict[tuple[int, int], list[list[int]]],
+        say: Callable[[str], None],
+        save: Callable[[Results], None],
+    ):
+        self.run = run
+        self.prompts = prompts
+        self.say = say
+        self.save = save
+        self.results = Results()
+        self.began = time.monotonic()
+        self.processes: dict[str, EngineProcess] = {}
+        self.alone_ar: dict[str, dict[str, Any]] = {}
+
+    @property
+    def left(self) -> float:
+        """Seconds until the run should end."""
+        return self.run.minutes * 60 - (time.monotonic() - self.began)
+
+    def measure(self) -> Results:
+        """Run everything that fits."""
+        reference, *others = self.run.arms
+        try:
+            for arm in self.run.arms:
+                self._spawn(arm)
+            if self.run.together and others:
+                self._together(reference, others)
+            else:
+                for arm in self.run.arms:
+                    self._alone(arm)
+        finally:
+            for process in self.processes.values():
+                process.stop()
+        self._ratios()
+        return self.results
+
+    def _spawn(self, arm: Arm) -> None:
+        # All at once and before they are needed, so that imports run side by side.
+        log = self.run.logs / f"{arm.name.replace(',', '_').replace('=', '_')}.log"
+        self.processes[arm.name] = EngineProcess(arm.name, log, self.run.environment)
+
+    def _together(self, reference: Arm, others: list[Arm]) -> None:
+        waiting = [reference, others[0]]
+        for arm in waiting:
+            self._send_start(arm)
+        for number, arm in enumerate(others):
+            started = [self._receive_start(each) for each in waiting]
+            if reference in waiting and not started[0]:
+                raise EngineError(f"{reference.name} did not start: nothing to compare with")
+            if started[-1]:
+                for cell in self.run.cells:
+                    self._cell(cell, [reference, arm])
+            self.processes[arm.name].stop()
+            if number + 1 == len(others):
+                break
+            waiting = [others[number + 1]]
+            if self.left < self._least():
+                self._skip_arms(others[number + 1 :])
+                break
+            self._send_start(waiting[0])
+
+    def _alone(self, arm: Arm) -> None:
+        if self.results.engines and self.left < self._least():
+            self._skip_arms([arm])
+            return
+        self._send_start(arm)
+        if self._receive_start(arm):
+            for cell in self.run.cells:
+                self._cell(cell, [arm])
+        self.processes[arm.name].stop()
+
+    def _least(self) -> float:
+        """Seconds that an arm needs to start and to measure one cell."""
+        engines = 2 if self.run.together else 1
+        return self.run.cost.start + self.run.cost.cell(self.run.cells[0], self.run.tokens, engines)
+
+    def _skip_arms(self, arms: list[Arm]) -> None:
+        for arm in arms:
+            reason = f"no time for its start: {self.left:.0f} s left"
+            self.results.skipped.append({"arm": arm.name, "cell": "all", "reason": reason})
+
+    def _send_start(self, arm: Arm) -> None:
+        run = self.run
+        largest = Sizes(
+            batch=max(cell.batch for cell in run.cells),
+            context=max(cell.context for cell in run.cells),
+            tokens=run.tokens,
+        )
+        wanted = need = self._cache_bytes(arm)
+        beside = self._cache_bytes(run.arms[0]) if run.together else None
+        room = run.room.for_cache(arm.kind, beside)
+        if room is not None:
+            # What does not fit shows: requests wait, and the cell is not counted.
+            need = max(min(need, room), 256 << 20)
+        options = engine_options(
+            arm,
+            run.models,
+            largest,
+            device=run.device,
+            kv_bytes=need,
+            # Caches have the size given; the share only has to be free at the start.
+            memory_share=0.4 if run.together else 0.5,
+            seed=run.seed,
+            triton_prefill=run.triton_prefill,
+            extra=run.extra.get(arm.name, {}) | run.extra.get("all", {}),
+        )
+        self.say(f"{arm.name}: starting, cache {need / 2**30:.2f} GiB")
+        self.results.engines[arm.name] = {
+            **describe(arm),
+            "options": options,
+            "cache_wanted_bytes": wanted,
+        }
+        plain = run.device == "cpu" and arm.kind == "ar"
+        self.processes[arm.name].send("start", options=options, plain_cpu=plain)
+
+    def _cache_bytes(self, arm: Arm) -> int:
+        run = self.run
+        return max(
+            run.cache.cache_bytes(arm.kind, arm.rows, cell.batch, cell.context + run.tokens)
+            for cell in run.cells
+        )
+
+    def _receive_start(self, arm: Arm) -> bool:
+        record = self.results.engines[arm.name]
+        try:
+            record |= self.processes[arm.name].receive("start", max(60.0, self.left))
+        except EngineError as error:
+            record["failed"] = str(error)
+            self.say(str(error))
+            return False
+        run = self.run
+        record["warm_seconds"] = (
+            self.processes[arm.name].call(
+                "warm",
+                max(60.0, self.left),
+                batches=sorted({cell.batch for cell in run.cells}),
+                temperatures=sorted({cell.temperature for cell in run.cells}),
+                vocab=256,
+            )["seconds"]
+            if run.warm
+            else 0.0
+        )
+        self.say(
+            f"{arm.name}: up in {record['start_seconds']:.1f} s, "
+            f"warm in {record['warm_seconds']:.1f} s more"
+        )
+        self.save(self.results)
+        return True
+
+    def _cell(self, cell: Cell, arms: list[Arm]) -> None:
+        expected = self.run.cost.cell(cell, self.run.tokens, len(arms))
+        if self.left < expected and self.results.cells:
+            reason = f"needs about {expected:.0f} s, {self.left:.0f} s left"
+            self.results.skipped.append({"arm": arms[-1].name, "cell": cell.name, "reason": reason})
+            return
+        try:
+            self._measure_cell(cell, arms)
+        except EngineError as error:
+            self.say(str(error))
+            self.results.skipped.append(
+                {"arm": arms[-1].name, "cell": cell.name, "reason": str(error)}
+            )
+        self.save(self.results)
+
+    def _measure_cell(self, cell: Cell, arms: list[Arm]) -> None:
+        run = self.run
+        prompts = self.prompts[cell.batch, cell.context]
+        limit = max(60.0, self.left)
+        for arm in arms:
+            self.processes[arm.name].call(
+                "begin",
+                limit,
+                prompts=prompts,
+                tokens=run.tokens,
+                temperature=cell.temperature,
+                seed=run.seed,
+            )
+            if arm.ours:
+                self.processes[arm.name].call("stats", limit)
+        rounds: dict[str, list[float]] = {arm.name: [] for arm in arms}
+        for turn in range(run.rounds):
+            # The order alternates, so that neither engine always follows the other.
+            for arm in arms if turn % 2 == 0 else arms[::-1]:
+                got = self.processes[arm.name].call(
+                    "advance", limit, share=(turn + 1) / run.rounds, discard=run.discard
+                )
+                rate = got["tokens"] / got["seconds"] if got["seconds"] else 0.0
+                rounds[arm.name].append(rate)
+        finished = {}
+        for arm in arms:
+            own = {}
+            if arm.ours:
+                own = self.processes[arm.name].call("stats", limit)
+            finished[arm.name] = self.processes[arm.name].call(
+                "finish", limit, complete=run.complete
+            )
+            finished[arm.name]["plugin"] = own
+            finished[arm.name]["memory"] = self.processes[arm.name].call("memory", limit)
+        reference = finished.get("ar") or self.alone_ar.get(cell.name)
+        if not run.together and arms[-1].kind == "ar":
+            self.alone_ar[cell.name] = finished["ar"]
+            if cell.temperature == 0:
+                self.alone_ar[cell.name]["doubts"] = self.processes["ar"].call(
+                    "doubts", limit, prompts=prompts, tokens=run.tokens
+                )
+        for arm in arms:
+            record = {
+                **cell.to_dict(),
+                "arm": arm.name,
+                "with": [other.name for other in arms if other is not arm],
+                **self._figures(finished[arm.name], rounds[arm.name]),
+            }
+            if not finished[arm.name]["at_once"]:
+                reason = (
+                    "a request ended before all had begun: the cache is too small for the batch, "
+                    "or --tokens for its prompts"
+                )
+                self.results.skipped.append({"arm": arm.name, "cell": cell.name, "reason": reason})
+                continue
+            if arm.kind != "ar" and reference is not None:
+                record["texts"] = compare(
+                    finished[arm.name]["outputs"],
+                    reference["outputs"],
+                    greedy=cell.temperature == 0,
+                    dtype=run.dtype,
+                    doubts=self._doubts(reference, prompts, limit),
+                )
+                if run.together:
+                    pairs = list(zip(rounds[arm.name], rounds["ar"], strict=True))
+                    good = [(a, b) for a, b in pairs if a and b]
+                    record["over_ar"] = ratio_interval(
+                        [a for a, _ in good], [b for _, b in good]
+                    ) | {"rounds": len(good), "formed": "interleaved rounds of two engines"}
+            self.results.cells.append(record)
+            self.say(_line(record))
+        if cell is run.cells[0]:
+            for arm in arms:
+                if arm.name in run.profile and arm.name not in self.results.traces:
+                    self._profile(arm, cell, limit)
+
+    def _doubts(self, reference: dict[str, Any], prompts: list[list[int]], limit: float) -> Doubts:
+        """AR's doubts at places of its texts, asked once and only if a text differs."""
+
+        def ask(places: list[tuple[int, int, int]]) -> list[tuple[float, float] | None]:
+            if "doubts" not in reference:
+                longest = max(place for _, place, _ in places) + 1
+                reference["doubts"] = self.processes["ar"].call(
+                    "doubts", limit, prompts=prompts, tokens=longest
+                )
+            return [doubt_at(reference["doubts"], reference["outputs"], *place) for place in places]
+
+        return ask
+
+    def _figures(self, got: dict[str, Any], rounds: list[float]) -> dict[str, Any]:
+        requests = got["step_requests"]
+        return {
+            **throughput(got["step_seconds"], got["step_tokens"]),
+            "steps": len(got["step_seconds"]),
+            "requests_per_step": sum(requests) / len(requests) if requests else 0.0,
+            "accepted_length": accepted_length(got["request_passes"], got["request_tokens"]),
+            "prefill_seconds": got["prefill_seconds"],
+            "round_tokens_per_second": rounds,
+            "plugin": got["plugin"],
+            "memory": got["memory"],
+            "outputs": got["outputs"],
+        }
+
+    def _profile(self, arm: Arm, cell: Cell, limit: float) -> None:
+        from .timeline import read_trace, summarise
+
+        process = self.processes[arm.name]
+        prompts = self.prompts[cell.batch, cell.context]
+        process.call(
+            "begin", limit, prompts=prompts, tokens=self.run.tokens,
+            temperature=cell.temperature, seed=self.run.seed,
+        )  # fmt: skip
+        process.call("advance", limit, share=0.1, discard=0)
+        file = self.run.logs / f"{arm.name}.trace.json"
+        got = process.call("profile", limit, steps=8, trace=str(file.resolve()))
+        process.call("finish", limit, complete=False)
+        if got["steps"]:
+            events = read_trace(file)
+            self.results.traces[arm.name] = {
+                **summarise(events, got["steps"]),
+                "file": str(file),
+                "cell": cell.name,
+                "ranges": got["ranges"],
+            }
+
+    def _ratios(self) -> None:
+        """Ratios between arms of a cell, each by way of the AR that it was measured with."""
+        by_cell: dict[str, dict[str, dict[str, Any]]] = {}
+        for record in self.results.cells:
+            by_cell.setdefault(record["cell"], {}).setdefault(record["arm"], record)
+        for found in by_cell.values():
+            speed = {}
+            for name, record in found.items():
+                if "over_ar" not in record and name != "ar" and "ar" in found:
+                    base = found["ar"]["tokens_per_second"]
+                    ratio = record["tokens_per_second"] / base if base else None
+                    record["over_ar"] = {
+                        "ratio": ratio,
+                        "low": None,
+                        "high": None,
+                        "formed": "one engine after another, in one run",
+                    }
+                speed[name] = record.get("over_ar", {}).get("ratio") or (name == "ar")
+            stock = {name: x for name, x in speed.items() if name.startswith("stock") and x}
+            best = max(stock, key=lambda name: stock[name], default=None)
+            trees = {name: x for name, x in speed.items() if name.startswith("ddtree") and x}
+            tree = max(trees, key=lambda name: trees[name], default=None)
+            for name, record in found.items():
+                if name == "ar" or not speed[name]:
+                    continue
+                record["over"] = {
+                    other: speed[name] / speed[other]
+                    for other in (best, tree)
+                    if other is not None and other != name
+                }
+                if best is not None:
+                    record["best_stock"] = best
+
+
+def doubt_at(
+    doubts: dict[str, Any], outputs: list[list[int]], request: int, place: int, token: int
+) -> tuple[float, float] | None:
+    """Gap of the two best tokens, and distance of `token`, at one place of AR's text.
+
+    None if AR, asked again, wrote something else before that place.
+    """
+    if doubts["texts"][request][:place] != outputs[request][:place]:
+        return None
+    scores = dict(doubts["scores"][request][place])
+    best, second, *_ = sorted(scores.values(), reverse=True)
+    # A token that is not among the best is at least as far as the last of them.
+    return best - second, best - scores.get(token, min(scores.values()))
+
+
+def _line(record: dict[str, Any]) -> str:
+    length = record["accepted_length"]["token_weighted"]
+    text = (
+        f"{record['cell']:>16} {record['arm']:<12} {record['tokens_per_second']:8.1f} tok/s "
+        f"{record['ms_per_step']:8.2f} ms/step {length:5.2f} tok/pass"
+    )
+    ratio = record.get("over_ar", {}).get("ratio")
+    if ratio:
+        text += f"  {ratio:5.2f}x AR"
+    texts = record.get("texts")
+    if texts:
+        text += f"  equal {texts['equal_requests']}/{texts['requests']}"
+        if texts["ties"]:
+            text += f", {texts['ties']} at a tie"
+        if texts["beyond_a_tie"]:
+            text += f", {texts['beyond_a_tie']} BEYOND A TIE"
+    return text
+
+
+def write_json(path: Path, content: dict[str, Any]) -> None:
+    """Replace a file in one move."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.rename(path)

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Parts of the end-to-end benchmark that need no engine."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.e2e.arms import Arm, ArmError, Models, Sizes, engine_options, parse_arms
+from benchmarks.e2e.cells import Cell, CostModel, order_cells
+from benchmarks.e2e.compare import compare
+from benchmarks.e2e.measure import Bench, Results, Run, doubt_at
+from benchmarks.e2e.memory import CacheShape, Room, drafter_bytes, weight_bytes
+from benchmarks.e2e.plots import plot_cells
+from benchmarks.e2e.prompts import PromptError, cut_prompts, load_tokenizer, texts_of
+from benchmarks.e2e.report import lossless, markdown, summary
+from benchmarks.e2e.statistics import (
+    accepted_length,
+    first_difference,
+    ratio_interval,
+    repetition,
+    throughput,
+)
+
+DEMO = Path(__file__).parents[2] / "vllm_weaver/demo"
+MODELS = Models("target", "drafter", "adapter", expanded=True)
+
+
+def config_27b() -> dict[str, Any]:
+    from benchmarks.expand.shapes import QWEN36_27B
+    from benchmarks.expand.trio import Trio, read_config
+
+    trio = Trio.below(DEMO / "models", QWEN36_27B)
+    return trio.plans()[0].config(read_config(trio.target))
+
+
+def drafter_27b() -> dict[str, Any]:
+    from benchmarks.expand.shapes import QWEN36_27B
+    from benchmarks.expand.trio import Trio, read_config
+
+    trio = Trio.below(DEMO / "models", QWEN36_27B)
+    return trio.plans()[1].config(read_config(trio.drafter))
+
+
+def options(arm: Arm, device: str = "cuda") -> dict[str, Any]:
+    return engine_options(
+        arm, MODELS, Sizes(batch=4, context=100, tokens=50), device=device, kv_bytes=1 << 30,
+        memory_share=0.4, seed=0, triton_prefill=True, extra={},
+    )  # fmt: skip
+
+
+def test_arms_come_with_ar_first_and_stock_in_every_width() -> None:
+    arms = parse_arms("weaver,stock,chain,ddtree-31", 63, [15, 7], 15)
+    assert [arm.name for arm in arms] == [
+        "ar", "weaver-63", "stock-15", "stock-7", "chain-15", "ddtree-31"
+    ]  # fmt: skip
+    one, two = parse_arms("weaver,weaver:children=32", 63, [15], 15)[1:]
+    assert two.name == "weaver-63,children=32" != one.name
+    assert options(two)["additional_config"]["weaver"]["children"] == 32
+
+
+@pytest.mark.parametrize("text", ["tree", "stock-x", "weaver:children", "weaver,weaver-63"])
+def test_a_wrong_arm_is_refused(text: str) -> None:
+    with pytest.raises(ArmError, match="arm"):
+        parse_arms(text, 63, [15], 15)
+
+
+def test_stock_arms_run_without_the_plugin_and_with_graphs_for_their_batch() -> None:
+    stock = options(Arm("stock", 15))
+    assert "additional_config" not in stock
+    assert stock["compilation_config"]["max_cudagraph_capture_size"] >= 4 * 16
+    assert "speculative_config" not in options(Arm("ar"))
+    weaver = options(Arm("weaver", 63))
+    assert weaver["additional_config"] == {"weaver": {"proposal": "weaver", "adapter": "adapter"}}
+    assert weaver["load_format"] == "expanded"
+    with pytest.raises(ArmError, match="--drafter"):
+        engine_options(
+            Arm("stock", 7), Models("t", None, None), Sizes(1, 1, 1), device="cpu", kv_bytes=1,
+            memory_share=0.4, seed=0, triton_prefill=False, extra={},
+        )  # fmt: skip
+
+
+def test_cells_cover_every_axis_before_the_corners() -> None:
+    cells = order_cells([1, 4, 16], [1024, 16384], [0.0, 1.0])
+    assert len(set(cells)) == 12
+    assert cells[0] == Cell(1, 1024, 0.0)
+    assert {cells[1], cells[2]} == {Cell(1, 1024, 1.0), Cell(4, 1024, 0.0)}
+    assert cells[-1] == Cell(16, 16384, 1.0)
+    cost = CostModel(54 * 10**9, 150, 0.002)
+    assert cost.prefill(cells[-1]) > 10 * cost.prefill(cells[0])
+
+
+def test_a_state_for_each_draft_dominates_the_cache_of_stock_speculation() -> None:
+    shape = CacheShape.of(config_27b(), drafter_27b(), 2)
+    assert shape.state_bytes * shape.gdn_layers == pytest.approx(151e6, rel=0.01)
+    stock = shape.sequence_bytes(1280, 15, 17, True)
+    ours = shape.sequence_bytes(1280, 63, 2, True)
+    assert stock > 17 * shape.state_bytes * shape.gdn_layers
+    assert ours < stock / 3
+    assert shape.cache_bytes("ar", 0, 4, 1280) < shape.cache_bytes("ar", 0, 16, 1280)
+    assert weight_bytes(config_27b(), 2) == pytest.approx(53.8e9, rel=0.01)
+
+
+def test_two_27b_engines_fit_an_h200_for_small_batches_alone() -> None:
+    drafter = drafter_27b()
+    assert drafter_bytes(drafter, 2) == pytest.approx(3.46e9, rel=0.01)
+    shape = CacheShape.of(config_27b(), drafter, 2)
+    room = Room(143771 << 20, weight_bytes(config_27b(), 2), drafter_bytes(drafter, 2))
+
+    def fits(kind: str, rows: int, batch: int, together: bool) -> bool:
+        beside = shape.cache_bytes("ar", 0, batch, 1280) if together else None
+        return shape.cache_bytes(kind, rows, batch, 1280) <= (room.for_cache(kind, beside) or 0)
+
+    assert fits("weaver", 63, 4, together=True)
+    assert not fits("stock", 15, 16, together=True)
+    assert fits("stock", 15, 16, together=False)
+    assert fits("weaver", 63, 64, together=False)
+    assert not fits("stock", 15, 64, together=False)
+    assert Room(None, 1, 1).for_cache("stock", None) is None
+
+
+def test_accepted_length_is_weighted_by_tokens_and_by_requests() -> None:
+    found = accepted_length([10, 1], [10, 8])
+    assert found["token_weighted"] == pytest.approx(18 / 11)
+    assert found["per_request"] == pytest.approx(4.5)
+    low, high = found["interval_95"]
+    assert low <= found["token_weighted"] <= high
+    assert accepted_length([0], [0])["token_weighted"] == 0
+
+
+def test_throughput_and_ratios() -> None:
+    found = throughput([0.1, 0.3], [4, 4])
+    assert found["tokens_per_second"] == pytest.approx(20)
+    assert found["ms_per_step"] == pytest.approx(200)
+    ratio = ratio_interval([20.0, 40.0], [10.0, 10.0])
+    assert ratio["ratio"] == pytest.approx(math.sqrt(8))
+    assert ratio_interval([], [])["ratio"] is None
+
+
+def test_repetition_tells_loops_from_text() -> None:
+    assert repetition([list(range(50))]) == 0
+    assert repetition([[1, 2, 3] * 30]) > 0.9
+    assert first_difference([1, 2, 3], [1, 2]) is None
+    assert first_difference([1, 5], [1, 2]) == 1
+
+
+def test_differences_are_classified_by_ars_doubt() -> None:
+    asked: list[Any] = []
+
+    def doubts(places: list[tuple[int, int, int]]) -> list[tuple[float, float] | None]:
+        asked.append(places)
+        return [(0.01, 0.01), (3.0, 5.0), None][: len(places)]
+
+    got = [[1, 2, 9], [4, 4, 4], [7, 7, 7], [8, 8, 8]]
+    want = [[1, 2, 3], [4, 5, 6], [7, 7, 7], [8, 8, 9]]
+    found = compare(got, want, greedy=True, dtype="bfloat16", doubts=doubts)
+    assert asked == [[(0, 2, 9), (1, 1, 4), (3, 2, 8)]]
+    assert [d["kind"] for d in found["differences"]] == ["tie", "beyond a tie", "not classified"]
+    assert found["equal_requests"] == 1
+    assert not lossless([{"texts": found}], strict=False)
+    sampled = compare(got, want, greedy=False, dtype="bfloat16", doubts=doubts)
+    assert sampled["not_classified"] == 3 and len(asked) == 1
+    assert lossless([{"texts": sampled}], strict=False)
+    assert not lossless([{"texts": sampled}], strict=True)
+
+
+def test_a_doubt_is_read_at_its_place_of_the_same_text() -> None:
+    scores = [[[5, -0.1], [6, -2.0]], [[7, -0.5], [8, -0.6]]]
+    doubts = {"texts": [[5, 7]], "scores": [scores]}
+    assert doubt_at(doubts, [[5, 7]], 0, 1, 8) == pytest.approx((0.1, 0.1))
+    assert doubt_at(doubts, [[5, 7]], 0, 0, 99) == pytest.approx((1.9, 1.9))
+    assert doubt_at(doubts, [[4, 7]], 0, 1, 8) is None
+
+
+def test_prompts_have_their_length_and_do_not_end_a_line(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(DEMO / "models/target"))
+    prompts = cut_prompts(tokenizer, texts_of(DEMO / "prompts"), 3, 100)
+    assert [len(ids) for ids in prompts] == [100] * 3
+    assert len({tuple(ids) for ids in prompts}) == 3
+    assert not any(tokenizer.decode([ids[-1]]).endswith("\n") for ids in prompts)
+    with pytest.raises(PromptError):
+        cut_prompts(tokenizer, iter([]), 1, 10)
+    with pytest.raises(PromptError):
+        list(texts_of(tmp_path))
+
+
+class FakeEngine:
+    """An engine process that decodes at a fixed speed; every token is its place."""
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self.name = name
+        self.per_pass = 4 if name.startswith("weaver") else 2 if name != "ar" else 1
+        self.count = self.emitted = 0
+        self.stopped = False
+
+    def send(self, command: str, **arguments: Any) -> None:
+        self.pending = (command, arguments)
+
+    def receive(self, command: str, timeout: float) -> dict[str, Any]:
+        assert self.pending[0] == command
+        return getattr(self, command)(**self.pending[1])
+
+    def call(self, command: str, timeout: float, **arguments: Any) -> dict[str, Any]:
+        return getattr(self, command)(**arguments)
+
+    def start(self, options: dict[str, Any], plain_cpu: bool) -> dict[str, Any]:
+        states = {"ar": 1, "stock-7": 8}.get(self.name, 2)
+        memory = {"state_bytes_per_sequence": states * 100, "weight_bytes": 1, "cache_bytes": 1}
+        return {"start_seconds": 1.0, "memory": memory, "graphs": {"cudagraph_mode": "FULL"}}
+
+    def begin(self, prompts: list[list[int]], tokens: int, **_: Any) -> dict[str, Any]:
+        self.requests, self.tokens, self.steps = len(prompts), tokens, 0
+        return {"prefill_seconds": 0.1}
+
+    def advance(self, share: float, discard: int) -> dict[str, Any]:
+        wanted = int(share * self.tokens / self.per_pass)
+        new, self.steps = wanted - self.steps, wanted
+        tokens = new * self.requests * self.per_pass
+        return {"steps": new, "seconds": new * 0.01, "tokens": tokens, "closed": False}
+
+    def finish(self, complete: bool) -> dict[str, Any]:
+        each = self.steps * self.per_pass
+        return {
+            "prefill_seconds": 0.1,
+            "at_once": self.requests < 2 or not self.name.startswith("stock"),
+            "step_seconds": [0.01] * self.steps,
+            "step_tokens": [self.requests * self.per_pass] * self.steps,
+            "step_requests": [self.requests] * self.steps,
+            "request_passes": [self.steps] * self.requests,
+            "request_tokens": [each] * self.requests,
+            "outputs": [list(range(each)) for _ in range(self.requests)],
+        }
+
+    def warm(self, **_: Any) -> dict[str, Any]:
+        return {"seconds": 1.0}
+
+    def doubts(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
+        scores = [[[place, -0.1], [0, -3.0]] for place in range(tokens)]
+        texts = [list(range(tokens)) for _ in prompts]
+        return {"texts": texts, "scores": [scores for _ in prompts]}
+
+    def profile(self, steps: int, trace: str) -> dict[str, Any]:
+        events = [
+            {"ph": "X", "name": "aten::mm", "cat": "cpu_op", "ts": 10 * i, "dur": 5, "tid": 1}
+            for i in range(steps)
+        ]
+        Path(trace).write_text(json.dumps({"traceEvents": events}))
+        return {"steps": steps, "tokens": steps, "ranges": ["benchmark.drafter"]}
+
+    def stats(self) -> dict[str, Any]:
+        return {"target_passes": 1}
+
+    def memory(self) -> dict[str, Any]:
+        return {}
+
+    def stop(self, timeout: float = 0) -> None:
+        self.stopped = True
+
+
+def run_with_fakes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, together: bool, minutes: float = 60.0
+) -> tuple[Results, Bench]:
+    monkeypatch.setattr("benchmarks.e2e.measure.EngineProcess", FakeEngine)
+    run = Run(
+        arms=parse_arms("weaver,stock,ddtree", 63, [15, 7], 15),
+        cells=order_cells([1, 2], [16], [0.0]),
+        models=MODELS,
+        cache=CacheShape.of(config_27b(), drafter_27b(), 2),
+        room=Room(None, 54 * 10**9, 35 * 10**8),
+        cost=CostModel(54 * 10**9, 150.0, 0.002),
+        device="cuda",
+        tokens=64,
+        rounds=4,
+        discard=0,
+        minutes=minutes,
+        together=together,
+        warm=True,
+        complete=False,
+        seed=0,
+        triton_prefill=True,
+        environment={},
+        extra={},
+        logs=tmp_path,
+        profile=("ar", "weaver-63"),
+    )
+    prompts = {(b, 16): [[1] * 16] * b for b in (1, 2)}
+    bench = Bench(run, prompts, lambda text: None, lambda results: None)
+    return bench.measure(), bench
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_ratios_go_by_way_of_the_ar_of_the_same_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, together: bool
+) -> None:
+    results, bench = run_with_fakes(monkeypatch, tmp_path, together=together)
+    assert all(process.stopped for process in bench.processes.values())
+    records = {(r["cell"], r["arm"]): r for r in results.cells}
+    weaver = records["b1-c16-t0", "weaver-63"]
+    assert weaver["over_ar"]["ratio"] == pytest.approx(4)
+    assert weaver["best_stock"] in ("stock-15", "stock-7")
+    assert weaver["over"][weaver["best_stock"]] == pytest.approx(2)
+    assert weaver["over"]["ddtree-63"] == pytest.approx(2)
+    assert weaver["with"] == (["ar"] if together else [])
+    assert ("interleaved" in weaver["over_ar"]["formed"]) is together
+    assert weaver["texts"]["equal_requests"] == 1
+    # Whose requests did not run at once has no figure, and is named.
+    assert ("b2-c16-t0", "stock-15") not in records
+    assert {skip["arm"] for skip in results.skipped} == {"stock-15", "stock-7"}
+    assert set(results.traces) == {"ar", "weaver-63"}
+    assert results.traces["ar"]["categories"]["GEMM"] == pytest.approx(0.005)
+    assert results.traces["ar"]["cell"] == "b1-c16-t0"
+    engines = summary(results)["engines"]
+    assert engines["weaver-63"]["state_bytes_per_sequence_beyond_ar"] == 100
+
+
+def test_what_does_not_fit_into_the_time_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    results, _ = run_with_fakes(monkeypatch, tmp_path, together=True, minutes=1.0)
+    assert {skip["arm"] for skip in results.skipped} >= {"stock-15", "stock-7", "ddtree-63"}
+    assert all("left" in skip["reason"] for skip in results.skipped)
+
+
+def test_results_become_a_table_and_a_picture(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    results, _ = run_with_fakes(monkeypatch, tmp_path, together=True)
+    data = {
+        "title": "test",
+        "cells": results.cells,
+        "engines": results.engines,
+        "skipped": [{"arm": "a", "cell": "c", "reason": "r"}],
+    }
+    text = markdown(json.loads(json.dumps(data)))
+    assert "| b1-c16-t0 | weaver-63 |" in text and "Not run: a, c: r." in text
+    plot_cells(data, tmp_path / "cells.png")
+    assert (tmp_path / "cells.png").read_bytes()[:4] == b"\x89PNG"
