@@ -4,7 +4,8 @@
 Decodes windows of held-out files and given prompts, drafts at *every* generated position, and then
 walks: from the first generated token on, each pass moves ahead by the length that acceptance gives
 there. At temperature 0, and at temperature 1 with noise fixed by position, this is what an engine
-does, pass by pass, since accepted tokens are the target's own. Uses the package's tree builders and
+does, pass by pass, since accepted tokens are the target's own. At temperature 1 trees are also
+built with shared noise, which is drawn given the text. Uses the package's tree builders and
 `accept`. Everything is computed in float32 from the exported (bfloat16) weights.
 
 Shapes: B prompts, A positions per prompt, R = B * A blocks, D draft depth, P pool.
@@ -21,7 +22,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_weaver.adapter import WeaverAdapter
-from vllm_weaver.tree import DraftTree, accept, build_ddtree, build_weaver_tree
+from vllm_weaver.ops import keyed_gumbel
+from vllm_weaver.tree import (
+    DraftTree,
+    ExpandFn,
+    Sampling,
+    SharedNoise,
+    accept,
+    build_ddtree,
+    build_weaver_tree,
+    noise_given_draw,
+)
 
 from .config import Size
 from .drafter import Drafter
@@ -129,6 +140,52 @@ def walk(lengths_BA: Tensor) -> tuple[Tensor, Tensor]:
     return torch.full_like(passes, count), passes
 
 
+def shared_noise(
+    log_p_RDV: Tensor,
+    pool_RDP: Tensor,
+    following_RD: Tensor,
+    rows_R: Tensor,
+    anchors_R: Tensor,
+    sampling: Sampling,
+) -> SharedNoise:
+    """The noise with which a text was sampled from `log_p_RDV`, given the text.
+
+    It is keyed by row of text, position and token, so that blocks that overlap agree.
+    """
+    depth = following_RD.shape[1]
+    positions_RD = anchors_R[:, None] + torch.arange(depth, device=anchors_R.device)
+    drawn_RD1 = following_RD[..., None]
+    noise_RDP = noise_given_draw(
+        keyed_gumbel(rows_R, positions_RD, pool_RDP),
+        log_p_RDV.gather(-1, pool_RDP),
+        pool_RDP,
+        keyed_gumbel(rows_R, positions_RD, drawn_RD1)[..., 0],
+        log_p_RDV.gather(-1, drawn_RD1)[..., 0],
+        following_RD,
+    )
+    return SharedNoise(noise_RDP, sampling)
+
+
+def sampling_at(
+    count: int,
+    device: torch.device,
+    vocab: int,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+) -> Sampling:
+    """The same sampling for `count` blocks."""
+    ones = torch.ones(count, device=device)
+    return Sampling(
+        ones * temperature,
+        ones.long() * (top_k or vocab),
+        ones * top_p,
+        ones * min_p,
+        filtered=bool(top_k) or top_p < 1 or min_p > 0,
+    )
+
+
 Walk = tuple[Tensor, Tensor]
 
 
@@ -179,7 +236,7 @@ def evaluate(
         generator = torch.Generator(prompts[0].device).manual_seed(seed)
         texts = write(target, prompts, tokens, size.drafter.block, temperature, generator, samples)
         for name, (drafter, adapter) in models.items():
-            figures = _figures(size, target, drafter, adapter, texts)
+            figures = _figures(size, target, drafter, adapter, texts, bool(temperature))
             results[name][f"T{temperature}"] = figures
             means = {k: v["tokens_per_pass"] for k, v in figures["arms"].items()}
             log(f"evaluate {name} T={temperature}: {means}")
@@ -193,6 +250,7 @@ def _figures(
     drafter: Drafter,
     adapter: WeaverAdapter,
     texts: Sequence[Text],
+    sampled: bool,
 ) -> dict[str, Any]:
     depth = size.drafter.depth
     lengths: dict[str, list[Tensor]] = {}
@@ -203,7 +261,7 @@ def _figures(
     for text in texts:
         at_once = max(1, _BLOCKS_AT_ONCE[text.ids.device.type] // text.tokens)
         parts += [(ids, text) for ids in text.ids.split(at_once)]
-    for ids, text in parts:
+    for number, (ids, text) in enumerate(parts):
         count = text.tokens - 1
         anchors = text.context + torch.arange(count, device=ids.device)
         anchors = anchors.expand(len(ids), count)
@@ -238,12 +296,24 @@ def _figures(
         depthwise("marginal_top1", pool[..., 0] == following)
         depthwise("target_entropy", torch.special.entr(p_RDV).sum(-1))
         p_pool = p_RDV.gather(-1, pool)
+        noise = None
+        if sampled:
+            rows = (number << 20) + torch.arange(len(ids), device=ids.device)
+            sampling = sampling_at(len(root), ids.device, size.target.vocab)
+            keys = rows.repeat_interleave(count), anchors.flatten()
+            noise = shared_noise(p_RDV.log(), pool, following, *keys, sampling)
+            drawn, drawn_ids = noise.marginals(marginal_RDV.gather(-1, pool), pool)
         del p_RDV, logits_RDV
         best, best_ids = marginal_RDV.topk(64)
         del marginal_RDV
         score("chain", DraftTree.chain(root.int(), pool[..., 0].int()))
         for budget in BUDGETS:
             score(f"ddtree{budget}", build_ddtree(best, best_ids, root, budget))
+        if noise is not None:
+            score("chain_shared", DraftTree.chain(root.int(), drawn_ids[..., 0].int()))
+            drawn, drawn_ids = drawn[..., :64], drawn_ids[..., :64]
+            for budget in BUDGETS:
+                score(f"ddtree{budget}_shared", build_ddtree(drawn, drawn_ids, root, budget))
         corrected = pool_logits + target.logits(
             adapter(h_ver, h_draft, tokens[:, :-1], target.embedding)
         ).gather(-1, pool)
@@ -257,18 +327,23 @@ def _figures(
             children: int,
             inputs: tuple[Tensor, Tensor, Tensor, Tensor] = (h_ver, h_draft, pool, pool_logits),
             root: Tensor = root,
+            noise: SharedNoise | None = None,
         ) -> DraftTree:
-            scorer = adapter.begin(
+            expand: ExpandFn = adapter.begin(
                 *inputs, embed=None, lm_head=None, max_nodes=budget + 1, tables=tables
             )
+            if noise is not None:
+                expand = noise.expanding(expand)
             return build_weaver_tree(
-                scorer, root, budget, depth, children=children, full_pools=True
+                expand, root, budget, depth, children=children, full_pools=True
             )
 
         # One child per node is a chain: what the adapter alone gives without branches.
         score("weaver_chain", grow(depth, 1))
         for budget in BUDGETS:
             score(f"weaver{budget}", grow(budget, _CHILDREN))
+            if noise is not None:
+                score(f"weaver{budget}_shared", grow(budget, _CHILDREN, noise=noise))
         score(f"weaver{BUDGETS[-1]}_wide", grow(BUDGETS[-1], _WIDE_CHILDREN))
 
     arms: dict[str, Any] = {}
@@ -291,6 +366,10 @@ def _figures(
         for name in names:
             ratios[f"{name}/ddtree{budget}"] = ratio(sums[name], sums[f"ddtree{budget}"])
             ratios[f"{name}/chain"] = ratio(sums[name], sums["chain"])
+    for name in sums:
+        if name.endswith("_shared"):
+            plain = name.removesuffix("_shared")
+            ratios[f"{name}/{plain}"] = ratio(sums[name], sums[plain])
     return {
         "arms": arms,
         "ratios": ratios,

@@ -386,9 +386,10 @@ class Target(nn.Module):
         length: int,
         sampled: Tensor,
         generator: torch.Generator | None = None,
+        process: Callable[[Tensor], Tensor] = lambda logits: logits,
     ) -> Tensor:
-        """Extend `prefix` [B, T] to [B, length]: rows of `sampled` [B] at temperature 1, others
-        greedily."""
+        """Extend `prefix` [B, T] to [B, length]: rows of `sampled` [B] at temperature 1, after
+        `process` of the logits [B, V], others greedily."""
         tokens = F.pad(prefix, (0, length - prefix.shape[1]))
         device = prefix.device
         layers = list(self.model.layers)
@@ -404,7 +405,8 @@ class Target(nn.Module):
             for position in range(prefix.shape[1], length):
                 logits = self.logits(self.final_norm(x[:, -1])).float()
                 noise = torch.empty_like(logits).exponential_(generator=generator)
-                token = torch.where(sampled[:, None], logits - noise.log(), logits).argmax(-1)
+                drawn = process(logits) - noise.log()
+                token = torch.where(sampled[:, None], drawn, logits).argmax(-1)
                 tokens[:, position] = token
                 if position + 1 == length:
                     break

@@ -83,11 +83,16 @@ class OracleProposer:
         return self.continuations.get(tuple(tokens[:prompt]), [])[length - prompt :]
 
     def propose(
-        self, h_ver: torch.Tensor, marginals: Any, roots: torch.Tensor, chain_only: torch.Tensor
+        self,
+        h_ver: torch.Tensor,
+        marginals: Any,
+        roots: torch.Tensor,
+        chain_only: torch.Tensor,
+        noise: Any = None,
     ) -> DraftTree:
         """See ``Proposer.propose``."""
         if self.shape is None:
-            return self.base.propose(h_ver, marginals, roots, chain_only)
+            return self.base.propose(h_ver, marginals, roots, chain_only, noise)
         rows = self.base.budget + 1
         tokens = torch.zeros(len(roots), rows, dtype=torch.int32)
         parents = torch.full((len(roots), rows), -1, dtype=torch.int32)

@@ -112,6 +112,10 @@ REFUSED: dict[str, tuple[Callable[[Case], Any], list[str]]] = {
         lambda c: c.weaver.update(check_ranks="yes"),
         ["check_ranks is 'yes'", "true or false"],
     ),
+    "shared_noise one": (
+        lambda c: c.weaver.update(shared_noise=1),
+        ["shared_noise is 1", "true, false or 'auto'"],
+    ),
     "unknown proposal": (
         lambda c: c.weaver.update(proposal="tree"),
         ["proposal is 'tree'", "weaver, ddtree, chain"],

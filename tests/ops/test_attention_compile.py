@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The attention and compaction kernels compile for three GPU generations and do not spill.
+"""The attention, compaction and noise kernels compile for three GPU generations and do not spill.
 
 No GPU is needed. Run as a script for the figures: `python tests/ops/test_attention_compile.py 90`.
 A process of its own compiles, since one that interprets Triton cannot.
@@ -28,9 +28,12 @@ POINTER_TYPES = {
     "part_lse_ptr": "*fp32",
     "address_ptr": "*i64",
     "slots_ptr": "*i64",
+    **dict.fromkeys(("seeds_ptr", "positions_ptr", "ids_ptr"), "*i64"),
+    **dict.fromkeys(("request_ptr", "depths_ptr", "top_k_ptr"), "*i32"),
     "path_ptr": "*i32",
     "length_ptr": "*i32",
 }
+FLOATS = ("scale_log2", "weight", "penalty")
 
 
 def compile_kernel(
@@ -49,7 +52,7 @@ def compile_kernel(
         if name.endswith("_ptr"):
             signature[name] = POINTER_TYPES.get(name, f"*{element}")
         else:
-            signature[name] = "fp32" if name == "scale_log2" else "i32"
+            signature[name] = "fp32" if name in FLOATS else "i32"
         if name.endswith("_ptr") or (
             "stride" in name and name not in ("ancestors_stride_t", "table_stride_r")
         ):
@@ -77,6 +80,8 @@ def compile_all(arch: int) -> dict[str, dict]:
 
     from vllm_weaver.ops.attention import triton as attention
     from vllm_weaver.ops.compact import triton as compact
+    from vllm_weaver.ops.noise import drawn
+    from vllm_weaver.ops.noise import triton as noise
 
     types = {torch.bfloat16: "bf16", torch.float32: "fp32"}
     figures = {}
@@ -118,6 +123,17 @@ def compile_all(arch: int) -> dict[str, dict]:
             "path_stride_l": 1,
             "slots_stride_t": 1,
         },
+    )
+    for use_fp64 in (False, True):
+        strides = dict.fromkeys(("seeds_stride_r", "positions_stride_d", "ids_stride_p"), 1)
+        figures[f"noise fp64={use_fp64}"] = compile_kernel(
+            noise.keyed_gumbel_kernel,
+            arch,
+            "fp32",
+            {**strides, "USE_FP64": use_fp64, "BLOCK": noise.BLOCK},
+        )
+    figures["drawn P=512"] = compile_kernel(
+        drawn.drawn_kernel, arch, "fp32", {"HALVINGS": drawn._HALVINGS, "BLOCK": 512}
     )
     return figures
 

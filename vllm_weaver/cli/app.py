@@ -45,6 +45,9 @@ def demo(
     ] = "ar,chain,ddtree,weaver",
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    shared_noise: Annotated[
+        bool, typer.Option(help="Above temperature 0: build trees with the sampler's noise.")
+    ] = True,
     json_path: Annotated[
         Path | None, typer.Option("--json", metavar="PATH", help="Write the results here too.")
     ] = None,
@@ -68,6 +71,7 @@ def demo(
         arms=tuple(name.strip() for name in arms.split(",") if name.strip()),
         temperature=temperature,
         seed=seed,
+        shared_noise=shared_noise,
         **{name: path.absolute() for name, path in given.items() if path is not None},
     )
     try:

@@ -176,6 +176,10 @@ def evaluate(
     positions: Positions = 128,
     budgets: Annotated[str, typer.Option(help="Tree nodes, separated by commas.")] = "15,31,63,127",
     children: Annotated[int, typer.Option(help="Candidates of an expanded node.")] = 8,
+    temperature: Annotated[
+        float,
+        typer.Option(help="At which the target wrote the rows; above 0: also with shared noise."),
+    ] = 0.0,
     skip_bad: SkipBad = False,
     json_file: JsonFile = None,
     plots: Plots = None,
@@ -198,6 +202,7 @@ def evaluate(
             target, drafter, data, adapter, hidden_states, rows, positions, skip_bad
         )
         measuring.children = children
+        measuring.temperature = temperature
         result = run(measuring, sizes)
         _show(result, json_file, plots)
         if write_card and adapter is not None:

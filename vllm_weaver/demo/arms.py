@@ -35,6 +35,7 @@ class Setting:
         tokens: most tokens to generate per prompt.
         temperature: 0 is greedy.
         seed: of each request's sampling, with its number added.
+        shared_noise: build trees with the sampler's noise, where the temperature is above 0.
         device: ``cpu`` (float32) or ``cuda`` (bfloat16).
     """
 
@@ -43,6 +44,7 @@ class Setting:
     tokens: int
     temperature: float = 0.0
     seed: int = 0
+    shared_noise: bool = True
     device: str = "cpu"
 
     @property
@@ -170,7 +172,7 @@ def _engine(arm: str, setting: Setting, prompts: list[list[int]], tokens: int) -
     }
     core: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if arm != "ar":
-        weaver: dict[str, Any] = {"proposal": arm}
+        weaver: dict[str, Any] = {"proposal": arm, "shared_noise": setting.shared_noise}
         if arm == "weaver":
             weaver["adapter"] = str(setting.models / "adapter")
         options["additional_config"] = {"weaver": weaver}

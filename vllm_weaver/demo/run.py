@@ -46,6 +46,7 @@ class DemoOptions:
         arms: keys of :data:`~vllm_weaver.demo.arms.ARMS`.
         temperature: 0 is greedy.
         seed: of the sampling.
+        shared_noise: build trees with the sampler's noise, where the temperature is above 0.
         models: directory with ``target``, ``drafter`` and ``adapter``.
         sources: directory of the source files that prompts are cut from.
     """
@@ -56,6 +57,7 @@ class DemoOptions:
     arms: tuple[str, ...] = tuple(ARMS)
     temperature: float = 0.0
     seed: int = 0
+    shared_noise: bool = True
     models: Path = MODELS
     sources: Path = sources.PROMPTS
 
@@ -261,6 +263,7 @@ def _run(options: DemoOptions, console: Console) -> tuple[Report, Callable[[int]
             tokens=options.tokens,
             temperature=options.temperature,
             seed=options.seed,
+            shared_noise=options.shared_noise,
             device=prepare_process(),
         )
         from vllm.tokenizers import get_tokenizer

@@ -80,6 +80,8 @@ class Progress:
 def show_header(console: Console, options: DemoOptions) -> None:
     """What is going to run."""
     sampling = "greedy" if options.temperature == 0 else f"temperature {options.temperature:g}"
+    if options.temperature and options.shared_noise:
+        sampling += ", shared noise"
     console.print(
         f"[bold]vllm-weaver demo[/]: {options.prompts} prompts from source files that the models "
         f"have not seen, up to {options.tokens} tokens each, {sampling}, trees of "

@@ -129,6 +129,21 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "seq_lens_upper_bound_np",
         "return_logprobs",
     ),
+    # The keying of the sampler's noise, which `vllm_weaver.ops.keyed_gumbel` repeats.
+    "vllm.v1.worker.gpu.sample.gumbel:murmur3_hash32": ("seed", "pos", "offset", "domain"),
+    "vllm.v1.worker.gpu.sample.gumbel:murmur3_uniform32": ("seed", "pos", "offset"),
+    "vllm.v1.worker.gpu.sample.gumbel:murmur3_uniform64": ("seed", "pos", "offset"),
+    "vllm.v1.worker.gpu.sample.gumbel:gumbel_noised_argmax": (
+        "logits",
+        "keys",
+        "mask",
+        "seed",
+        "pos",
+        "temp",
+        "IS_DRAFTING",
+        "USE_FP64",
+        "APPLY_TEMPERATURE",
+    ),
     "vllm.v1.worker.gpu.sample.output:SamplerOutput.__init__": (
         "sampled_token_ids",
         "logprobs_tensors",
@@ -346,6 +361,7 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator": (
         "self.sample_indices",
+        "self.sample_pos",
         "self.model_state",
         "self.query_cudagraph_manager",
     ),
@@ -355,6 +371,21 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "self.max_num_running_reqs",
         "self.num_spec_tokens",
     ),
+    "vllm.v1.worker.gpu.sample.sampler:Sampler": (
+        "self.sampling_states",
+        "self.use_flashinfer",
+        "self.use_fp64_gumbel",
+        "self.use_xpu_sampler",
+    ),
+    "vllm.v1.worker.gpu.sample.states:SamplingStates": (
+        "self.temperature = UvaBackedTensor",
+        "self.top_k = UvaBackedTensor",
+        "self.top_p = UvaBackedTensor",
+        "self.min_p = UvaBackedTensor",
+        "self.seeds = UvaBackedTensor",
+        "self.vocab_size",
+    ),
+    "vllm.v1.worker.gpu.buffer_utils:UvaBackedTensor": ("self.np", "self.gpu"),
     "vllm.model_executor.models.qwen3_dflash:DFlashQwen3Model": (
         "self._k_norm_weights",
         "self._rms_norm_eps",

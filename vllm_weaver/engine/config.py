@@ -45,12 +45,14 @@ class WeaverOptions:
             if given here too, the two must agree.
         children: children that an expanded node offers to the frontier.
         expansion_width: nodes expanded per round; default ``ceil(budget / 16)``.
-        candidate_pool: candidates per depth; default the adapter's own, or 64 for ``ddtree``.
+        candidate_pool: candidates per depth; default the adapter's own, or 256 without one.
         rows_per_step: most rows of trees that one pass verifies. A batch whose trees of
             ``budget`` nodes would have more gets smaller ones (see :func:`tree_sizes`), unless
             ``num_speculative_tokens_per_batch_size`` says how large they are.
         adapt: choose the size of trees by batch size from step times measured at start-up and from
             observed acceptance, among the sizes of ``rows_per_step``'s rule.
+        shared_noise: rank candidates of sampled requests with the very noise that the sampler will
+            use, which makes more of a tree accepted and changes no token; ``auto`` is on.
         check_ranks: compare the trees of all tensor-parallel ranks after every proposal and stop
             on a difference (a debugging aid: one small collective per step).
     """
@@ -63,6 +65,7 @@ class WeaverOptions:
     candidate_pool: int | None = None
     rows_per_step: int = 256
     adapt: bool = False
+    shared_noise: bool | str = "auto"
     check_ranks: bool = False
 
     @classmethod
@@ -91,6 +94,11 @@ class WeaverOptions:
         options._check_values()
         return options
 
+    @property
+    def shares_noise(self) -> bool:
+        """Whether trees are built with the sampler's noise."""
+        return self.shared_noise is not False
+
     def _check_values(self) -> None:
         if self.proposal not in PROPOSALS:
             raise WeaverConfigError(
@@ -108,6 +116,10 @@ class WeaverOptions:
                 raise WeaverConfigError(
                     f"weaver: {name} is {getattr(self, name)!r}; pass true or false"
                 )
+        if not isinstance(self.shared_noise, bool) and self.shared_noise != "auto":
+            raise WeaverConfigError(
+                f"weaver: shared_noise is {self.shared_noise!r}; pass true, false or 'auto'"
+            )
         ranges = {
             "budget": (MIN_BUDGET, MAX_BUDGET),
             "children": (1, 512),

@@ -15,12 +15,16 @@ import torch
 
 from vllm_weaver.adapter import AdapterError, WeaverAdapter, load
 from vllm_weaver.engine.config import WeaverConfigError, WeaverOptions, draft_depth
-from vllm_weaver.tree import DraftTree, build_ddtree, build_weaver_tree
+from vllm_weaver.tree import DraftTree, SharedNoise, build_ddtree, build_weaver_tree
 
 if TYPE_CHECKING:
     from vllm_weaver.engine.compat import Vocabulary
 
-DDTREE_POOL = 64
+#: Candidates per depth without an adapter. Noise can bring one to the front that is no node of a
+#: tree by probability alone.
+MARGINAL_POOL = 256
+#: The best of them, with or without noise, that a DDTree is built from.
+DDTREE_RANKS = 64
 
 
 def adapter_path(name: str) -> Path:
@@ -117,8 +121,9 @@ class Proposer:
         self.depth = depth
         self.adapter = adapter
         self.vocabulary = vocabulary
-        default = DDTREE_POOL if adapter is None else adapter.config.candidate_pool_size
+        default = MARGINAL_POOL if adapter is None else adapter.config.candidate_pool_size
         self.pool_size = min(options.candidate_pool or default, vocab_size)
+        self.ranks = min(options.candidate_pool or DDTREE_RANKS, vocab_size)
 
     def propose(
         self,
@@ -126,6 +131,7 @@ class Proposer:
         marginals: Marginals,
         root_tokens_R: torch.Tensor,
         chain_only_R: torch.Tensor,
+        noise: SharedNoise | None = None,
     ) -> DraftTree:
         """Trees of R requests, T = budget + 1 rows.
 
@@ -135,22 +141,30 @@ class Proposer:
             marginals: of the depths below the roots.
             root_tokens_R: last sampled tokens.
             chain_only_R: requests that get the drafter's chain, bool.
+            noise: of the sampler, for the candidates of ``marginals``; None builds by probability
+                alone, as for greedy requests.
         """
-        chain = self._chain(marginals, root_tokens_R)
+        log_probs, ids = marginals.log_probs, marginals.ids
+        if noise is not None:
+            ranks = self.ranks if self.options.proposal == "ddtree" else 1
+            log_probs, ids = noise.marginals(log_probs, ids, count=ranks)
+        best = ids[:, : min(self.depth, self.budget), 0]
+        chain = DraftTree.chain(root_tokens_R, best, num_rows=self.budget + 1)
         if self.options.proposal == "chain":
             return chain
         if self.options.proposal == "ddtree":
-            tree = build_ddtree(marginals.log_probs, marginals.ids, root_tokens_R, self.budget)
+            log_probs, ids = log_probs[..., : self.ranks], ids[..., : self.ranks]
+            tree = build_ddtree(log_probs, ids, root_tokens_R, self.budget)
         else:
-            tree = self._weave(h_ver_Rd, marginals, root_tokens_R)
+            tree = self._weave(h_ver_Rd, marginals, root_tokens_R, noise)
         return _choose(chain_only_R, chain, tree)
 
-    def _chain(self, marginals: Marginals, root_tokens_R: torch.Tensor) -> DraftTree:
-        best = marginals.ids[:, : min(self.depth, self.budget), 0]
-        return DraftTree.chain(root_tokens_R, best, num_rows=self.budget + 1)
-
     def _weave(
-        self, h_ver_Rd: torch.Tensor, marginals: Marginals, root_tokens_R: torch.Tensor
+        self,
+        h_ver_Rd: torch.Tensor,
+        marginals: Marginals,
+        root_tokens_R: torch.Tensor,
+        noise: SharedNoise | None,
     ) -> DraftTree:
         assert self.adapter is not None and self.vocabulary is not None
         depth = self.adapter.config.depth
@@ -164,7 +178,7 @@ class Proposer:
             self.budget + 1,
         )
         return build_weaver_tree(
-            scorer,
+            scorer if noise is None else noise.expanding(scorer),
             root_tokens_R,
             self.budget,
             depth,

@@ -25,7 +25,7 @@ from vllm_weaver.engine.proposer import Marginals, Proposer, load_adapter
 from vllm_weaver.engine.state import DenseTreeState, HybridTreeState, TreeStateMixin
 from vllm_weaver.engine.step import TreeStep
 from vllm_weaver.ops import gather_paths, gather_rows
-from vllm_weaver.tree import DraftTree
+from vllm_weaver.tree import DraftTree, SharedNoise
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
@@ -135,9 +135,20 @@ class WeaverSpeculator(DFlashSpeculator):
             Marginals(**{name: x[:num_reqs] for name, x in vars(self.marginals).items()}),
             self._inputs.tokens[:num_reqs],
             self._inputs.chain_only[:num_reqs],
+            self._noise(num_reqs),
         )
         for field in dataclasses.fields(made):
             getattr(self._trees, field.name)[:num_reqs] = getattr(made, field.name)
+
+    def _noise(self, num_reqs: int) -> SharedNoise | None:
+        """The sampler's noise for the marginals of the first requests."""
+        # vLLM's first memory profile runs before there is a model state.
+        source = getattr(getattr(self, "model_state", None), "noise", None)
+        if source is None:
+            return None
+        # A draft's position, less one: the row above it draws the token that it guesses.
+        drawn_at = self.sample_pos[: num_reqs * self.depth].view(num_reqs, self.depth) - 1
+        return source.of(drawn_at, self.marginals.ids[:num_reqs])
 
     @torch.inference_mode()
     def propose(
@@ -192,6 +203,8 @@ class WeaverSpeculator(DFlashSpeculator):
             self._inputs.states[:rows] = last_hidden_states[last_row.long()]
             self._inputs.tokens[:rows] = last_sampled.flatten()[slots]
             self._inputs.chain_only[:rows] = self.model_state.chain_only[slots]
+            if self.model_state.noise is not None:
+                self.model_state.noise.load(slots, input_batch.idx_mapping_np[:rows])
         # A batch too large for trees still adds to the drafter's context.
         self._context_only = num_speculative_tokens == 0 and not dummy_run
         super().propose(

@@ -33,6 +33,7 @@ from vllm_weaver.engine.gdn_layer import (
     commit_layers,
     reserve_stashes,
 )
+from vllm_weaver.engine.noise import SamplerNoise
 from vllm_weaver.engine.sampler import TreeSampler
 from vllm_weaver.engine.stats import StepStats, stats_file
 from vllm_weaver.engine.step import RequestTrees, StepBuffers, TreeStep
@@ -115,6 +116,7 @@ class TreeStateMixin(_State):
             self.device,
             stats_file(self.vllm_config.instance_id) if first_rank else None,
         )
+        self.noise: SamplerNoise | None = None
         self.step: TreeStep | None = None
         self.slot_mappings: torch.Tensor | None = None
         self._all_chains = False
@@ -255,6 +257,8 @@ class TreeStateMixin(_State):
     def custom_sampler(self, sampler: Any) -> tuple[Any, Any]:
         """vLLM's sampler, and ours in place of its rejection sampler."""
         self._all_chains = has_custom_logits_processors(sampler)
+        if self.options.shares_noise:
+            self.noise = SamplerNoise(sampler, self.max_num_reqs, self.device)
         return sampler, TreeSampler(sampler, self)
 
     # ------------------------------------------------------------------ after sampling

@@ -23,6 +23,7 @@ from vllm_weaver.ops.gdn import (
     gdn_prefill,
     gdn_tree_verify,
 )
+from vllm_weaver.ops.noise import keyed_gumbel
 from vllm_weaver.ops.step import StepTensors, StoredTrees, prepare_step
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "gdn_gate",
     "gdn_prefill",
     "gdn_tree_verify",
+    "keyed_gumbel",
     "merge_attention",
     "prepare_step",
     "tree_attention",

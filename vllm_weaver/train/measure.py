@@ -21,17 +21,30 @@ import torch
 from torch import Tensor
 
 from vllm_weaver.adapter import WeaverAdapter
+from vllm_weaver.ops import keyed_gumbel
 from vllm_weaver.train.blocks import Blocks, at_once, make_blocks
 from vllm_weaver.train.card import versions
 from vllm_weaver.train.data import Document, HiddenStateData, Skipped
 from vllm_weaver.train.drafter import FrozenDrafter
 from vllm_weaver.train.errors import DataError, TrainError
 from vllm_weaver.train.target import FrozenTarget
-from vllm_weaver.tree import MAX_BUDGET, DraftTree, accept, build_ddtree, build_weaver_tree
+from vllm_weaver.tree import (
+    MAX_BUDGET,
+    DraftTree,
+    ExpandFn,
+    Sampling,
+    SharedNoise,
+    accept,
+    build_ddtree,
+    build_weaver_tree,
+    noise_given_draw,
+)
 
 BUDGETS = (15, 31, 63, 127)
 POOLS = (64, 128, 256, 512, 1024)
 _DDTREE_POOL = 64
+_NOISED_POOL = 256
+_SHARED = " shared"
 _RESAMPLES = 2000
 
 
@@ -45,6 +58,7 @@ class Measuring:
         rows: rows to measure on.
         positions: positions per row at most, from its first answer on.
         children: an expanded node's candidates.
+        temperature: at which the target sampled the text; 0 measures without shared noise.
         say: called with a line of progress.
     """
 
@@ -55,6 +69,7 @@ class Measuring:
     rows: Sequence[int]
     positions: int = 128
     children: int = 8
+    temperature: float = 0.0
     say: Callable[[str], None] = lambda line: None
     skipped: list[str] = field(default_factory=list)
 
@@ -147,7 +162,8 @@ def walk(lengths_A: Sequence[int]) -> int:
 def evaluate(measuring: Measuring, budgets: Sequence[int] = BUDGETS) -> dict[str, Any]:
     """Tokens per target pass of chain, DDTree and Weaver at each budget, and figures per depth.
 
-    Returns plain data: `arms` (tokens per pass with a 95 % interval over rows, share of passes
+    With a temperature, arms that end in "shared" are built with the sampler's noise. Returns plain
+    data: `arms` (tokens per pass with a 95 % interval over rows, share of passes
     that reach each depth), `ratios` to chain and DDTree, `per_depth`, and what was measured.
 
     Raises:
@@ -156,6 +172,8 @@ def evaluate(measuring: Measuring, budgets: Sequence[int] = BUDGETS) -> dict[str
     for budget in budgets:
         if not 1 <= budget <= MAX_BUDGET:
             raise TrainError(f"budget {budget}: choose from 1 to {MAX_BUDGET}")
+    if not 0 <= measuring.temperature <= 10:
+        raise TrainError(f"temperature {measuring.temperature}: choose from 0 to 10")
     started = time.perf_counter()
     adapter, target, depth = measuring.adapter, measuring.target, measuring.depth
     tables = None
@@ -167,9 +185,13 @@ def evaluate(measuring: Measuring, budgets: Sequence[int] = BUDGETS) -> dict[str
     for number, document in measuring.documents():
         anchors_A = text_anchors(document.trained_L, depth, measuring.positions)
         lengths: dict[str, list[int]] = {}
+        measured = 0
         for blocks, views in measuring.parts(document, anchors_A):
             depths.add(blocks, views)
-            for name, tree in _trees(measuring, blocks, views, tables, budgets):
+            places_R = anchors_A[measured : measured + len(blocks)]
+            measured += len(blocks)
+            noise = _noise(measuring, document, places_R, blocks, views)
+            for name, tree in _trees(measuring, blocks, views, tables, budgets, noise):
                 lengths.setdefault(name, []).extend(_lengths(tree, blocks, depth))
         for name, values in lengths.items():
             counts.setdefault(name, []).append((len(values), walk(values)))
@@ -193,6 +215,7 @@ def evaluate(measuring: Measuring, budgets: Sequence[int] = BUDGETS) -> dict[str
         **_about(measuring, depths, started),
         "budgets": list(budgets),
         "children": measuring.children,
+        "temperature": measuring.temperature,
         "arms": arms,
         "ratios": _ratios(counts),
         "per_depth": depths.figures(),
@@ -268,19 +291,68 @@ def left_out_overlap(p_NV: Tensor) -> float:
     return float(torch.minimum(p_NV, others_NV).sum(-1).mean())
 
 
+def _noise(
+    measuring: Measuring, document: Document, places_R: Tensor, blocks: Blocks, views: _Views
+) -> SharedNoise | None:
+    """The noise with which the target drew the text, for every candidate of the pools.
+
+    It is keyed by row, place in the text and token, so that blocks that overlap agree.
+    """
+    if measuring.temperature == 0:
+        return None
+    following_RD1 = blocks.tokens_RN[:, 1:, None]
+    device = following_RD1.device
+    # No text is impossible: one that the target did not write would have infinite noise.
+    log_p_RDV = views.p_RDV.clamp(min=1e-30).log() / measuring.temperature
+    log_p_RDV = log_p_RDV - log_p_RDV.logsumexp(-1, keepdim=True)
+    seeds_R = torch.full((len(blocks),), document.index, device=device)
+    positions_RD = places_R.to(device)[:, None] + torch.arange(measuring.depth, device=device)
+    noise_RDP = noise_given_draw(
+        keyed_gumbel(seeds_R, positions_RD, views.pool_RDP),
+        log_p_RDV.gather(-1, views.pool_RDP),
+        views.pool_RDP,
+        keyed_gumbel(seeds_R, positions_RD, following_RD1)[..., 0],
+        log_p_RDV.gather(-1, following_RD1)[..., 0],
+        following_RD1[..., 0],
+    )
+    ones_R = torch.ones(len(blocks), device=device)
+    sampling = Sampling(
+        temperature_R=ones_R * measuring.temperature,
+        top_k_R=ones_R.long() * measuring.target.vocab,
+        top_p_R=ones_R,
+        min_p_R=ones_R * 0,
+        filtered=False,
+    )
+    return SharedNoise(noise_RDP, sampling)
+
+
 def _trees(
-    measuring: Measuring, blocks: Blocks, views: _Views, tables: Any, budgets: Sequence[int]
+    measuring: Measuring,
+    blocks: Blocks,
+    views: _Views,
+    tables: Any,
+    budgets: Sequence[int],
+    noise: SharedNoise | None,
 ) -> Iterator[tuple[str, DraftTree]]:
     root_R = blocks.tokens_RN[:, 0].contiguous()
-    yield "chain", DraftTree.chain(root_R.int(), views.pool_RDP[..., 0].int())
-    best, best_ids = views.marginal_RDV.topk(min(_DDTREE_POOL, measuring.target.vocab))
-    for budget in budgets:
-        yield f"ddtree B={budget}", build_ddtree(best, best_ids, root_R, budget)
+    ranks = min(_DDTREE_POOL, measuring.target.vocab)
+    marginals = [("", *views.marginal_RDV.topk(ranks))]
+    if noise is not None:
+        pool = slice(_NOISED_POOL)
+        few = SharedNoise(noise.noise_RDP[..., pool], noise.sampling)
+        ids_RDP = views.pool_RDP[..., pool]
+        drawn_RDP, ids_RDP = few.marginals(views.marginal_RDV.gather(-1, ids_RDP), ids_RDP)
+        marginals.append((_SHARED, drawn_RDP[..., :ranks], ids_RDP[..., :ranks]))
+    for ending, log_probs_RDP, ids_RDP in marginals:
+        yield f"chain{ending}", DraftTree.chain(root_R.int(), ids_RDP[..., 0].int())
+        for budget in budgets:
+            tree = build_ddtree(log_probs_RDP, ids_RDP, root_R, budget)
+            yield f"ddtree B={budget}{ending}", tree
     adapter = measuring.adapter
     if adapter is None:
         return
 
-    def grow(budget: int, children: int) -> DraftTree:
+    def grow(budget: int, children: int, noise: SharedNoise | None = None) -> DraftTree:
         scorer = adapter.begin(
             blocks.h_ver_Rd,
             blocks.h_draft_RDd,
@@ -292,14 +364,17 @@ def _trees(
             tables=tables,
         )
         full = views.pool_RDP.shape[-1] >= children
+        expand: ExpandFn = scorer if noise is None else noise.expanding(scorer)
         return build_weaver_tree(
-            scorer, root_R, budget, measuring.depth, children=children, full_pools=full
+            expand, root_R, budget, measuring.depth, children=children, full_pools=full
         )
 
     # With one child per node the adapter gives a chain: what it is worth without branches.
     yield "weaver chain", grow(measuring.depth, 1)
     for budget in budgets:
         yield f"weaver B={budget}", grow(budget, measuring.children)
+        if noise is not None:
+            yield f"weaver B={budget}{_SHARED}", grow(budget, measuring.children, noise)
 
 
 def _lengths(tree: DraftTree, blocks: Blocks, depth: int) -> list[int]:
@@ -413,12 +488,19 @@ def _per_pass(pairs: Sequence[tuple[int, int]]) -> tuple[float, float, float]:
 
 
 def _ratios(counts: dict[str, list[tuple[int, int]]]) -> dict[str, dict[str, float]]:
-    """Weaver's tokens per pass over the chain's and DDTree's, with paired intervals."""
+    """Weaver's tokens per pass over the chain's and DDTree's, and what shared noise adds.
+
+    With paired intervals.
+    """
     ratios = {}
     for name, mine in counts.items():
-        if not name.startswith("weaver B="):
-            continue
-        for other in ("chain", name.replace("weaver", "ddtree")):
+        others: list[str] = []
+        if name.startswith("weaver B="):
+            chain = "chain" + _SHARED * name.endswith(_SHARED)
+            others += [chain, name.replace("weaver", "ddtree")]
+        if name.endswith(_SHARED):
+            others.append(name.removesuffix(_SHARED))
+        for other in others:
             pairs = [(b, a) for (_, a), (_, b) in zip(mine, counts[other], strict=True)]
             value, low, high = _per_pass(pairs)
             ratios[f"{name} / {other}"] = {"ratio": value, "low": low, "high": high}

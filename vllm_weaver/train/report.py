@@ -195,8 +195,13 @@ def _plot_depths(pyplot: Any, result: Mapping[str, Any]) -> Any:
 def _plot_budgets(pyplot: Any, result: Mapping[str, Any]) -> Any:
     figure, axes = pyplot.subplots(figsize=(6.4, 4.0), layout="constrained")
     budgets = result["budgets"]
-    for kind, label in (("ddtree", "DDTree"), ("weaver", "Weaver")):
-        arms = [result["arms"].get(f"{kind} B={budget}") for budget in budgets]
+    for kind, label, ending in (
+        ("ddtree", "DDTree", ""),
+        ("weaver", "Weaver", ""),
+        ("ddtree", "DDTree, shared noise", " shared"),
+        ("weaver", "Weaver, shared noise", " shared"),
+    ):
+        arms = [result["arms"].get(f"{kind} B={budget}{ending}") for budget in budgets]
         if None in arms:
             continue
         middle = [arm["tokens_per_pass"] for arm in arms]

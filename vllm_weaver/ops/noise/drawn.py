@@ -1,0 +1,147 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""Scores of candidates given the sampler's noise, in one Triton launch for all nodes of a round.
+
+Its definition is `drawn_log_probs` in `vllm_weaver.tree.shared_noise`, a dozen small operations and
+a sort. A sort is not needed: the thresholds of top-k and top-p are found by halving, and only for
+requests that have them. The module knows nothing of vLLM or of trees.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_HALVINGS = 40
+"""Of an interval of 100 nats: thresholds to 1e-10, finer than float32 log-probabilities."""
+
+
+@triton.jit
+def drawn_kernel(
+    log_q_ptr,
+    noise_ptr,
+    request_ptr,
+    depths_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    out_ptr,
+    log_q_stride_n,
+    noise_stride_r,
+    noise_stride_d,
+    P,
+    weight,
+    penalty,
+    HALVINGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (N,); one program holds a pool of up to BLOCK candidates."""
+    n = tl.program_id(0).to(tl.int64)
+    p = tl.arange(0, BLOCK)
+    mask = p < P
+    log_q = tl.load(log_q_ptr + n * log_q_stride_n + p, mask=mask, other=-float("inf"))
+    log_q = log_q.to(tl.float32)
+    r = tl.load(request_ptr + n).to(tl.int64)
+    d = tl.load(depths_ptr + n).to(tl.int64)
+    temperature = tl.load(temperature_ptr + r)
+    if temperature == 0.0:
+        tl.store(out_ptr + n * P + p, log_q, mask=mask)
+        return
+    noise = tl.load(noise_ptr + r * noise_stride_r + d * noise_stride_d + p, mask=mask, other=0.0)
+    # A NaN compares as false.
+    present = log_q > -float("inf")
+    scores = tl.where(present, log_q / temperature, -float("inf"))
+    top = tl.max(scores, axis=0)
+    top_k = tl.load(top_k_ptr + r)
+    top_p = tl.load(top_p_ptr + r)
+    min_p = tl.load(min_p_ptr + r)
+    part = weight + 0.0
+    if (top_k < P) | (top_p < 1.0) | (min_p > 0.0):
+        mass = tl.where(present, tl.exp(scores - top), 0.0)
+        total = tl.sum(mass, axis=0)
+        keep = present & (mass >= min_p)
+        # The highest threshold that keeps enough: top_k candidates, then top_p of their mass.
+        low = top - 100.0
+        high = top
+        for _ in range(HALVINGS):
+            middle = 0.5 * (low + high)
+            enough = tl.sum((keep & (scores >= middle)).to(tl.int32), axis=0) >= top_k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        at_top = tl.sum((keep & (scores >= top)).to(tl.int32), axis=0) >= top_k
+        keep = keep & (scores >= tl.where(at_top, top, low))
+        wanted = top_p * tl.sum(tl.where(keep, mass, 0.0), axis=0)
+        low = top - 100.0
+        high = top
+        for _ in range(HALVINGS):
+            middle = 0.5 * (low + high)
+            enough = tl.sum(tl.where(keep & (scores >= middle), mass, 0.0), axis=0) >= wanted
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        at_top = tl.sum(tl.where(keep & (scores >= top), mass, 0.0), axis=0) >= wanted
+        keep = keep & (scores >= tl.where(at_top, top, low))
+        count = tl.maximum(tl.sum(keep.to(tl.int32), axis=0), 1)
+        kept = tl.sum(tl.where(keep, mass, 0.0), axis=0) / total
+        part = weight * kept * (1.0 - 1.0 / count)
+        scores = tl.where(keep, scores, scores - penalty)
+    drawn = scores + part * noise
+    best = tl.max(drawn, axis=0)
+    total = best + tl.log(tl.sum(tl.where(present, tl.exp(drawn - best), 0.0), axis=0))
+    tl.store(out_ptr + n * P + p, drawn - total, mask=mask)
+
+
+def drawn_scores(
+    log_q_NP: Tensor,
+    noise_RDP: Tensor,
+    request_N: Tensor,
+    depths_N: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    *,
+    weight: float,
+    penalty: float,
+) -> Tensor:
+    """Log-probabilities to be drawn, float32 [N, P].
+
+    | name          | shape     | dtype   | meaning                                                |
+    |---------------|-----------|---------|--------------------------------------------------------|
+    | log_q_NP      | [N, P]    | float   | the draft's; -inf or NaN: none                         |
+    | noise_RDP     | [R, D, P] | float32 | the sampler's noise by request and depth               |
+    | request_N     | [N]       | integer | request of each pool, in 0 .. R - 1                    |
+    | depths_N      | [N]       | integer | depth of the node above it, in 0 .. D - 1              |
+    | temperature_R | [R]       | float32 | 0: the row is copied, bit for bit                      |
+    | top_k_R       | [R]       | int32   | P or more for none                                     |
+    | top_p_R       | [R]       | float32 | 1 for none                                             |
+    | min_p_R       | [R]       | float32 | 0 for none                                             |
+    | weight        |           | float   | of the noise                                           |
+    | penalty       |           | float   | nats that a candidate outside the filters loses        |
+
+    Of candidates that tie at a filter's threshold all are kept, as vLLM's sampler does. Runs on a
+    GPU, or in Triton's interpreter. Nothing waits for the device.
+    """
+    count, pool = log_q_NP.shape
+    log_q_NP, noise_RDP = log_q_NP.contiguous(), noise_RDP.contiguous()
+    out_NP = torch.empty((count, pool), dtype=torch.float32, device=log_q_NP.device)
+    drawn_kernel[(count,)](
+        log_q_NP,
+        noise_RDP,
+        request_N.contiguous(),
+        depths_N.contiguous(),
+        temperature_R,
+        top_k_R,
+        top_p_R,
+        min_p_R,
+        out_NP,
+        log_q_NP.stride(0),
+        noise_RDP.stride(0),
+        noise_RDP.stride(1),
+        pool,
+        weight,
+        penalty,
+        HALVINGS=_HALVINGS,
+        BLOCK=triton.next_power_of_2(pool),
+    )
+    return out_NP
