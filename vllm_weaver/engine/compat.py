@@ -898,6 +898,17 @@ class Vocabulary:
                 "lm_head unquantised, or choose proposal 'ddtree'"
             )
 
+    def whole_tables(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Embedding [V, d] and head [V, d], where this process holds both as plain tables."""
+        if self.sharded:
+            return None
+        tables = [getattr(layer, "weight", None) for layer in (self.embedding, self.head)]
+        for table in tables:
+            if table is None or table.ndim != 2 or not table.is_floating_point():
+                return None
+        embed, head = (table.detach().contiguous() for table in tables if table is not None)
+        return embed, head
+
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embedding rows [..., d] of token ids."""
         return self.embedding(ids)

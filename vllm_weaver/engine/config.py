@@ -53,6 +53,9 @@ class WeaverOptions:
             observed acceptance, among the sizes of ``rows_per_step``'s rule.
         shared_noise: rank candidates of sampled requests with the very noise that the sampler will
             use, which makes more of a tree accepted and changes no token; ``auto`` is on.
+        adapter_tables: on a GPU without tensor parallelism, fold the adapter's outer projections
+            into tables of the vocabulary at start-up (``WeaverAdapter.precompute``): 2 V r numbers
+            of memory for less to read in every step.
         check_ranks: compare the trees of all tensor-parallel ranks after every proposal and stop
             on a difference (a debugging aid: one small collective per step).
     """
@@ -66,6 +69,7 @@ class WeaverOptions:
     rows_per_step: int = 256
     adapt: bool = False
     shared_noise: bool | str = "auto"
+    adapter_tables: bool = True
     check_ranks: bool = False
 
     @classmethod
@@ -111,7 +115,7 @@ class WeaverOptions:
                 "weaver: proposal 'weaver' needs an adapter; set weaver.adapter, "
                 "or choose proposal 'ddtree'"
             )
-        for name in ("adapt", "check_ranks"):
+        for name in ("adapt", "adapter_tables", "check_ranks"):
             if not isinstance(getattr(self, name), bool):
                 raise WeaverConfigError(
                     f"weaver: {name} is {getattr(self, name)!r}; pass true or false"

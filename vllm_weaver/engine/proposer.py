@@ -19,12 +19,15 @@ from vllm_weaver.tree import DraftTree, SharedNoise, build_ddtree, build_weaver_
 
 if TYPE_CHECKING:
     from vllm_weaver.engine.compat import Vocabulary
+    from vllm_weaver.weave import TreeWeaver
 
 #: Candidates per depth without an adapter. Noise can bring one to the front that is no node of a
 #: tree by probability alone.
 MARGINAL_POOL = 256
 #: The best of them, with or without noise, that a DDTree is built from.
 DDTREE_RANKS = 64
+WEAVER_REQUESTS = 64
+"""Requests that a `TreeWeaver` has buffers for; a larger batch is woven by the definition."""
 
 
 def adapter_path(name: str) -> Path:
@@ -105,7 +108,13 @@ class Marginals:
 
 
 class Proposer:
-    """Builds trees of a fixed number of rows."""
+    """Builds trees of a fixed number of rows.
+
+    With `max_requests`, an adapter on a GPU and the whole vocabulary in this process, Weaver trees
+    of up to `WEAVER_REQUESTS` requests come from a `TreeWeaver`; else from `TreeScorer` and
+    `build_weaver_tree`, which is the definition, and which shares a split vocabulary's work among
+    the ranks.
+    """
 
     def __init__(
         self,
@@ -115,6 +124,7 @@ class Proposer:
         vocab_size: int,
         adapter: WeaverAdapter | None,
         vocabulary: Vocabulary | None,
+        max_requests: int | None = None,
     ):
         self.options = options
         self.budget = budget
@@ -124,6 +134,34 @@ class Proposer:
         default = MARGINAL_POOL if adapter is None else adapter.config.candidate_pool_size
         self.pool_size = min(options.candidate_pool or default, vocab_size)
         self.ranks = min(options.candidate_pool or DDTREE_RANKS, vocab_size)
+        self.weaver: TreeWeaver | None = None
+        if adapter is not None and vocabulary is not None and max_requests is not None:
+            self.weaver = self._make_weaver(adapter, vocabulary, max_requests)
+
+    def _make_weaver(
+        self, adapter: WeaverAdapter, vocabulary: Vocabulary, max_requests: int
+    ) -> TreeWeaver | None:
+        whole = vocabulary.whole_tables()
+        if adapter.device.type != "cuda" or whole is None:
+            return None
+        from vllm_weaver.weave import MAX_POOL, TreeWeaver
+
+        if self.pool_size > MAX_POOL:
+            return None
+        projected = adapter.precompute(*whole) if self.options.adapter_tables else None
+        embed, lm_head = whole if projected is None else (None, None)
+        return TreeWeaver(
+            adapter,
+            embed,
+            lm_head,
+            max_requests=min(max_requests, WEAVER_REQUESTS),
+            budget=self.budget,
+            pool=self.pool_size,
+            tables=projected,
+            expansion_width=self.options.expansion_width,
+            children=self.options.children,
+            full_pools=self.pool_size >= self.options.children,
+        )
 
     def propose(
         self,
@@ -168,11 +206,16 @@ class Proposer:
     ) -> DraftTree:
         assert self.adapter is not None and self.vocabulary is not None
         depth = self.adapter.config.depth
+        hidden, ids, logits = (
+            part[:, :depth] for part in (marginals.hidden, marginals.ids, marginals.logits)
+        )
+        if self.weaver is not None and len(root_tokens_R) <= self.weaver.max_requests:
+            return self.weaver.build(h_ver_Rd, hidden, ids, logits, root_tokens_R, noise)
         scorer = self.adapter.begin(
             h_ver_Rd,
-            marginals.hidden[:, :depth],
-            marginals.ids[:, :depth],
-            marginals.logits[:, :depth],
+            hidden,
+            ids,
+            logits,
             self.vocabulary.embed,
             self.vocabulary.logits,
             self.budget + 1,

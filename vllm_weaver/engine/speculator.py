@@ -24,7 +24,7 @@ from vllm_weaver.engine.config import draft_depth, options_of
 from vllm_weaver.engine.proposer import Marginals, Proposer, load_adapter
 from vllm_weaver.engine.state import DenseTreeState, HybridTreeState, TreeStateMixin
 from vllm_weaver.engine.step import TreeStep
-from vllm_weaver.ops import gather_paths, gather_rows
+from vllm_weaver.ops import gather_paths, gather_rows, top_pool
 from vllm_weaver.tree import DraftTree, SharedNoise
 
 if TYPE_CHECKING:
@@ -69,7 +69,8 @@ class WeaverSpeculator(DFlashSpeculator):
             vocabulary = compat.Vocabulary(target_model)
         vocab_size = self.full_config.model_config.get_vocab_size()
         self.proposer = Proposer(
-            self.options, self.budget, self.depth, vocab_size, adapter, vocabulary
+            *(self.options, self.budget, self.depth, vocab_size, adapter, vocabulary),
+            max_requests=self.max_num_reqs,
         )
         self._allocate(self.proposer.pool_size)
 
@@ -120,14 +121,13 @@ class WeaverSpeculator(DFlashSpeculator):
             cudagraph_runtime_mode,
         )
         states = states[self.sample_indices[: num_reqs * self.depth]]
-        logits = self.compute_draft_logits(states, 0).float()
-        best, ids = logits.topk(self.marginals.ids.shape[-1], dim=-1)
-        total = logits.logsumexp(-1, keepdim=True)
+        logits = self.compute_draft_logits(states, 0)
+        ids, best, log_probs = top_pool(logits, self.marginals.ids.shape[-1])
         shape = (num_reqs, self.depth, -1)
         self.marginals.hidden[:num_reqs] = states.view(shape)
         self.marginals.ids[:num_reqs] = ids.view(shape)
         self.marginals.logits[:num_reqs] = best.view(shape)
-        self.marginals.log_probs[:num_reqs] = (best - total).view(shape)
+        self.marginals.log_probs[:num_reqs] = log_probs.view(shape)
 
         assert self.proposer is not None and self._inputs is not None and self._trees is not None
         made = self.proposer.propose(

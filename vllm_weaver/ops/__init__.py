@@ -24,6 +24,7 @@ from vllm_weaver.ops.gdn import (
     gdn_tree_verify,
 )
 from vllm_weaver.ops.noise import keyed_gumbel
+from vllm_weaver.ops.pool import top_pool
 from vllm_weaver.ops.step import StepTensors, StoredTrees, prepare_step
 
 __all__ = [
@@ -51,5 +52,6 @@ __all__ = [
     "keyed_gumbel",
     "merge_attention",
     "prepare_step",
+    "top_pool",
     "tree_attention",
 ]

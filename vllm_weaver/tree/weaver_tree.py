@@ -61,11 +61,9 @@ def build_weaver_tree(
     Raises ValueError for arguments out of range and for a malformed result of `expand`.
     """
     budget = check_budget(budget)
-    if expansion_width is None:
-        expansion_width = max(1, -(-budget // _NODES_PER_WIDTH))
-    check_growth(root_tokens_R, max_depth, expansion_width, children)
-    width = min(expansion_width, budget)
-    rounds = _most_rounds(budget, max_depth, width, children, full_pools)
+    width = group_width(budget, expansion_width)
+    check_growth(root_tokens_R, max_depth, width, children)
+    rounds = most_rounds(budget, max_depth, width, children, full_pools)
     stops_early = may_look(root_tokens_R.device)
     num_rows = budget + 1
 
@@ -85,7 +83,14 @@ def build_weaver_tree(
     return growth.finished_tree()
 
 
-def _most_rounds(budget: int, max_depth: int, width: int, children: int, full_pools: bool) -> int:
+def group_width(budget: int, expansion_width: int | None) -> int:
+    """Nodes popped per round: `expansion_width`, by default ceil(budget / 16); at most `budget`."""
+    if expansion_width is None:
+        expansion_width = -(-budget // _NODES_PER_WIDTH)
+    return min(expansion_width, budget)
+
+
+def most_rounds(budget: int, max_depth: int, width: int, children: int, full_pools: bool) -> int:
     """Rounds after which every tree is complete, whatever the scores.
 
     A round that finds fewer than `width` candidates pops them all, so that the least depth on

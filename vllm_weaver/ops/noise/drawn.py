@@ -12,8 +12,68 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-_HALVINGS = 40
+HALVINGS = 40
 """Of an interval of 100 nats: thresholds to 1e-10, finer than float32 log-probabilities."""
+
+
+@triton.jit
+def drawn(
+    log_q,
+    noise,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    P,
+    weight,
+    penalty,
+    HALVINGS: tl.constexpr,
+):
+    """Log-probabilities to be drawn, of G pools of one request: tiles [G, PB], their other
+    arguments scalars. Temperature 0 gives `log_q` as it is.
+    """
+    # A NaN compares as false.
+    present = log_q > -float("inf")
+    scores = tl.where(
+        present, log_q / tl.where(temperature == 0.0, 1.0, temperature), -float("inf")
+    )
+    # A pool without candidates has no maximum to subtract.
+    top = tl.maximum(tl.max(scores, 1), -1.0e30)
+    part = weight + tl.zeros_like(top)
+    if (temperature != 0.0) & ((top_k < P) | (top_p < 1.0) | (min_p > 0.0)):
+        mass = tl.where(present, tl.exp(scores - top[:, None]), 0.0)
+        total = tl.sum(mass, 1)
+        keep = present & (mass >= min_p)
+        # The highest threshold that keeps enough: top_k candidates, then top_p of their mass.
+        low = top - 100.0
+        high = top
+        for _ in range(HALVINGS):
+            middle = 0.5 * (low + high)
+            enough = tl.sum((keep & (scores >= middle[:, None])).to(tl.int32), 1) >= top_k
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        at_top = tl.sum((keep & (scores >= top[:, None])).to(tl.int32), 1) >= top_k
+        keep = keep & (scores >= tl.where(at_top, top, low)[:, None])
+        wanted = top_p * tl.sum(tl.where(keep, mass, 0.0), 1)
+        low = top - 100.0
+        high = top
+        for _ in range(HALVINGS):
+            middle = 0.5 * (low + high)
+            held = tl.where(keep & (scores >= middle[:, None]), mass, 0.0)
+            enough = tl.sum(held, 1) >= wanted
+            low = tl.where(enough, middle, low)
+            high = tl.where(enough, high, middle)
+        at_top = tl.sum(tl.where(keep & (scores >= top[:, None]), mass, 0.0), 1) >= wanted
+        keep = keep & (scores >= tl.where(at_top, top, low)[:, None])
+        count = tl.maximum(tl.sum(keep.to(tl.int32), 1), 1)
+        kept = tl.sum(tl.where(keep, mass, 0.0), 1) / total
+        part = weight * kept * (1.0 - 1.0 / count)
+        scores = tl.where(keep, scores, scores - penalty)
+    noised = scores + part[:, None] * noise
+    best = tl.maximum(tl.max(noised, 1), -1.0e30)
+    spread = tl.where(present, tl.exp(noised - best[:, None]), 0.0)
+    total = best + tl.log(tl.sum(spread, 1))
+    return tl.where(temperature == 0.0, log_q, noised - total[:, None])
 
 
 @triton.jit
@@ -38,57 +98,17 @@ def drawn_kernel(
 ):
     """Grid (N,); one program holds a pool of up to BLOCK candidates."""
     n = tl.program_id(0).to(tl.int64)
-    p = tl.arange(0, BLOCK)
+    p = tl.arange(0, BLOCK)[None, :]
     mask = p < P
     log_q = tl.load(log_q_ptr + n * log_q_stride_n + p, mask=mask, other=-float("inf"))
-    log_q = log_q.to(tl.float32)
     r = tl.load(request_ptr + n).to(tl.int64)
     d = tl.load(depths_ptr + n).to(tl.int64)
-    temperature = tl.load(temperature_ptr + r)
-    if temperature == 0.0:
-        tl.store(out_ptr + n * P + p, log_q, mask=mask)
-        return
     noise = tl.load(noise_ptr + r * noise_stride_r + d * noise_stride_d + p, mask=mask, other=0.0)
-    # A NaN compares as false.
-    present = log_q > -float("inf")
-    scores = tl.where(present, log_q / temperature, -float("inf"))
-    top = tl.max(scores, axis=0)
-    top_k = tl.load(top_k_ptr + r)
-    top_p = tl.load(top_p_ptr + r)
-    min_p = tl.load(min_p_ptr + r)
-    part = weight + 0.0
-    if (top_k < P) | (top_p < 1.0) | (min_p > 0.0):
-        mass = tl.where(present, tl.exp(scores - top), 0.0)
-        total = tl.sum(mass, axis=0)
-        keep = present & (mass >= min_p)
-        # The highest threshold that keeps enough: top_k candidates, then top_p of their mass.
-        low = top - 100.0
-        high = top
-        for _ in range(HALVINGS):
-            middle = 0.5 * (low + high)
-            enough = tl.sum((keep & (scores >= middle)).to(tl.int32), axis=0) >= top_k
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        at_top = tl.sum((keep & (scores >= top)).to(tl.int32), axis=0) >= top_k
-        keep = keep & (scores >= tl.where(at_top, top, low))
-        wanted = top_p * tl.sum(tl.where(keep, mass, 0.0), axis=0)
-        low = top - 100.0
-        high = top
-        for _ in range(HALVINGS):
-            middle = 0.5 * (low + high)
-            enough = tl.sum(tl.where(keep & (scores >= middle), mass, 0.0), axis=0) >= wanted
-            low = tl.where(enough, middle, low)
-            high = tl.where(enough, high, middle)
-        at_top = tl.sum(tl.where(keep & (scores >= top), mass, 0.0), axis=0) >= wanted
-        keep = keep & (scores >= tl.where(at_top, top, low))
-        count = tl.maximum(tl.sum(keep.to(tl.int32), axis=0), 1)
-        kept = tl.sum(tl.where(keep, mass, 0.0), axis=0) / total
-        part = weight * kept * (1.0 - 1.0 / count)
-        scores = tl.where(keep, scores, scores - penalty)
-    drawn = scores + part * noise
-    best = tl.max(drawn, axis=0)
-    total = best + tl.log(tl.sum(tl.where(present, tl.exp(drawn - best), 0.0), axis=0))
-    tl.store(out_ptr + n * P + p, drawn - total, mask=mask)
+    scores = drawn(
+        *(log_q.to(tl.float32), noise, tl.load(temperature_ptr + r), tl.load(top_k_ptr + r)),
+        *(tl.load(top_p_ptr + r), tl.load(min_p_ptr + r), P, weight, penalty, HALVINGS),
+    )
+    tl.store(out_ptr + n * P + p, scores, mask=mask)
 
 
 def drawn_scores(
@@ -141,7 +161,7 @@ def drawn_scores(
         pool,
         weight,
         penalty,
-        HALVINGS=_HALVINGS,
+        HALVINGS=HALVINGS,
         BLOCK=triton.next_power_of_2(pool),
     )
     return out_NP

@@ -1,0 +1,171 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The kernels from marginals to trees compile for three GPU generations, without spills.
+
+No GPU is needed. Run as a script for the figures: `python tests/ops/test_weave_compile.py 90`. A
+process of its own compiles, since one that interprets Triton cannot. Shapes are the published
+adapter's at Qwen3.6-27B's width and vocabulary.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_gdn_compile import SHARED_LIMIT, compile_kernel
+
+V, E, R, D, P, C = 248_320, 5120, 2048, 15, 512, 8
+FLOAT = dict.fromkeys(
+    (
+        *("x_ptr", "squares_ptr", "add_ptr", "out_squares_ptr", "part_ptr", "query_ptr", "q_ptr"),
+        *("query_squares_ptr", "scores_ptr", "score_ptr", "prefix_x_ptr", "prefix_squares_ptr"),
+        *("top_ptr", "total_ptr", "best_ptr", "log_probs_ptr", "rope_ptr"),
+    ),
+    "*fp32",
+)
+INTEGER = dict.fromkeys(
+    (
+        *("add_index_ptr", "slot_ptr", "ticket_ptr", "path_ptr", "count_ptr", "node_ptr"),
+        *("frontier_tokens_ptr", "frontier_parents_ptr", "tokens_ptr", "parents_ptr"),
+        *("depths_ptr", "num_nodes_ptr", "depth_ptr", "position_ptr", "row_paths_ptr"),
+        *("roots_ptr", "list_ptr"),
+    ),
+    "*i32",
+)
+LONG = dict.fromkeys(("keys_ptr", "ids_ptr", "ancestors_ptr"), "*i64")
+TYPES = {**FLOAT, **INTEGER, **LONG, "eps": "fp32"}
+Kernel = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]
+
+
+def pool_kernels() -> Iterator[Kernel]:
+    from vllm_weaver.ops.pool import triton as pool
+
+    groups = -(-V // pool.GROUP)
+    subs = {"SUBS": pool.GROUP // pool.SUBGROUP, "SUB": pool.SUBGROUP}
+    for name, narrow in (("bf16", True), ("fp32", False)):
+        types = dict.fromkeys(("logits_ptr", "group_ptr", "subgroup_ptr"), f"*{name}")
+        scan = {"GROUPS": pool.GROUPS_PER_CHUNK, **subs}
+        warps = {"num_warps": pool.SCAN_WARPS}
+        yield f"pool scan {name}", pool.scan_kernel, scan, TYPES | types, warps
+        chunks = pool.triton.cdiv(groups, pool.GROUPS_PER_CHUNK)
+        select = {
+            **subs,
+            "P1": P,
+            "PB": P,
+            "GB": pool.triton.next_power_of_2(groups),
+            "CB": pool.triton.next_power_of_2(chunks),
+            "NARROW": narrow,
+        }
+        warps = {"num_warps": pool.SELECT_WARPS}
+        yield f"pool select {name}", pool.select_kernel, select, TYPES | types, warps
+
+
+def adapter_kernels(arch: int) -> Iterator[Kernel]:
+    import torch
+    import triton
+
+    from vllm_weaver.adapter import triton as adapter
+
+    # Name, inputs, outputs, and what the layer has beside its product.
+    layers = (
+        ("input", E, R, dict(J=1, BIAS=True, ADD=2, SQUARES=True)),
+        ("qkv", R, 3 * R, dict(J=128, CACHE=True)),
+        ("output", R, R, dict(ADD=1, SQUARES=True)),
+        ("gelu", R, R, dict(J=128, BIAS=True, ACTIVATION=1)) if arch == 90 else None,
+        ("swiglu", R, R, dict(J=128, BIAS=True, ACTIVATION=3)),
+        ("query", R, E, dict(J=128)),
+    )
+    for rows in (4, 64):
+        for name, inputs, outputs, extra in filter(None, layers):
+            tiling = adapter.choose_tiling(rows, inputs, outputs, torch.bfloat16)
+            lines = triton.cdiv(inputs * 2, tiling.splits * adapter.CACHE_LINE)
+            given = dict.fromkeys(("BIAS", "CACHE", "SQUARES", "WIDEN"), False)
+            constants = {
+                **given,
+                **dict.fromkeys(("J", "ACTIVATION", "ADD"), 0),
+                **extra,
+                "K": inputs,
+                "M": outputs,
+                "OUT": outputs - (2 * R if extra.get("CACHE") else 0),
+                "JB": triton.next_power_of_2(extra.get("J") or 1),
+                "SPLITS": tiling.splits,
+                "BO": tiling.block_o,
+                "BN": tiling.block_n,
+                "BK": tiling.block_k,
+                "LINES": triton.next_power_of_2(lines),
+                "OVERLAP": arch >= 90,
+            }
+            types = {"out_ptr": "*bf16" if name in ("gelu", "swiglu") else "*fp32"}
+            # Hidden rows come in the adapter's dtype.
+            types["x_ptr"] = "*bf16" if name == "output" else "*fp32"
+            options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+            label = f"{name}, {rows} rows {tuple(tiling)}"
+            yield label, adapter.linear_kernel, constants, TYPES | types, options
+    for rope in (False, True):
+        constants = {
+            **dict(GROUP=4, D=D, H=16, HD=128, LB=32, HB=128),
+            **dict(ROPE=rope, OVERLAP=arch >= 90),
+        }
+        label = f"attention, {'RoPE' if rope else 'no RoPE'}"
+        yield label, adapter.attention_kernel, constants, TYPES, {"num_warps": 4}
+
+
+def weave_kernels(arch: int) -> Iterator[Kernel]:
+    from vllm_weaver.weave import triton as weave
+    from vllm_weaver.weave.weaver import growth_warps
+
+    types = TYPES | {"logits_ptr": "*fp32"}
+    for budget, group in ((15, 1), (63, 4), (127, 8)):
+        rows = budget + 1
+        words = -(-rows // 64)
+        places = weave.triton.next_power_of_2(16 * group * C)
+        sizes = {
+            **dict(T=rows, W=words, WB=words, D=D, DB=16, G=group, GB=group, E=R, EB=2048),
+            **dict(POSITIONS=True, OVERLAP=arch >= 90),
+        }
+        for kind, K, J in (("tables", R, 128), ("raw", E, 0)):
+            if kind == "raw" and group != 4:
+                continue
+            constants = {
+                **sizes,
+                **dict(P=P, PB=P, BP=8, K=K, BK=1024, J=J, JB=max(1, J)),
+                **dict(C=C, CB=C, F=places, FB=places),
+            }
+            warps = {"num_warps": growth_warps(group, P)}
+            name = f"score and grow, {kind}, G={group}"
+            yield name, weave.score_and_grow_kernel, constants, types, warps
+        if group == 4:
+            constants = {**sizes, "TB": rows, "WIDTH": E, "WIDTHB": 8192}
+            yield "start", weave.start_kernel, constants, types, {"num_warps": 4}
+
+
+def compile_all(arch: int) -> dict[str, dict]:
+    kernels = (*pool_kernels(), *adapter_kernels(arch), *weave_kernels(arch))
+    return {
+        name: compile_kernel(kernel, arch, constants, types, **options)
+        for name, kernel, constants, types, options in kernels
+    }
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_kernels_compile_within_limits(arch: int) -> None:
+    pytest.importorskip("triton.backends.nvidia", reason="needs Triton with its NVIDIA backend")
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, __file__, str(arch)], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    figures = json.loads(done.stdout)
+    for name, figure in figures.items():
+        assert figure["spilled_bytes"] == 0, (name, figure)
+        assert figure["shared_bytes"] <= SHARED_LIMIT[arch], (name, figure)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    print(json.dumps(compile_all(int(sys.argv[1])), indent=1))

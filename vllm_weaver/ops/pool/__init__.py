@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Candidate pools (spec sections 1 and 2): the best tokens of each row of logits over a vocabulary.
+
+The module knows nothing of drafters or trees. `reference` is the definition, `triton` the kernels.
+"""
+
+import torch
+from torch import Tensor
+
+from vllm_weaver.ops.dispatch import Backends, refuse
+from vllm_weaver.ops.pool.reference import top_pool_reference
+
+__all__ = ["top_pool"]
+
+OP = "top_pool"
+MAX_TRITON_COUNT = 1024
+
+_BACKENDS = Backends(OP, top_pool_reference)
+_BACKENDS.register("triton", "vllm_weaver.ops.pool.triton:top_pool_triton", default_on=("cuda",))
+
+
+def top_pool(
+    logits_NV: Tensor, count: int, *, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The `count` largest logits of each row, falling, and their log-probabilities over the row.
+
+    ============  ==========  =======  ======  =====================================================
+    name          shape       dtype    in/out  meaning
+    ============  ==========  =======  ======  =====================================================
+    logits_NV     [N, V]      float    in      rows may be strided, entries of a row may not
+    count         scalar      int      in      P, 1 to V
+    ids_NP        [N, P]      int64    out     columns, by falling logit; of equal logits (both
+                                               zeros are equal) the lower column comes first
+    logits_NP     [N, P]      float32  out     the logits themselves
+    log_probs_NP  [N, P]      float32  out     less the logarithm of the row's sum of exponentials
+    ============  ==========  =======  ======  =====================================================
+
+    The order is a function of the values alone, so that all ranks of a model agree. NaN counts as
+    -inf, in the sum as well. Where fewer than P entries are above -inf, the rest are the first
+    columns of -inf, with log-probability -inf; a row of -inf alone gives columns 0 to P - 1.
+
+    Backends: "reference" (any device) and "triton" (P to 1024; float16, bfloat16, float32; two
+    launches, no host synchronisation). None takes "triton" on a GPU where P allows it, else
+    "reference".
+
+    Raises:
+        ValueError: unknown backend, shapes or dtypes that do not fit, or inputs that the chosen
+            backend does not take.
+    """
+    if logits_NV.dim() != 2:
+        refuse(OP, f"logits have shape {list(logits_NV.shape)}, expected [N, V]")
+    if logits_NV.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        refuse(OP, f"logits are {logits_NV.dtype}, expected float16, bfloat16 or float32")
+    if not 1 <= count <= logits_NV.shape[1]:
+        refuse(OP, f"count is {count}, expected 1 to the {logits_NV.shape[1]} columns")
+    if backend is None and count > MAX_TRITON_COUNT:
+        backend = "reference"
+    return _BACKENDS.pick(backend, logits_NV.device)(logits_NV, count)

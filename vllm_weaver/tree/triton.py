@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+# mypy: disable-error-code="no-untyped-def"
+"""Growth of one tree by one group of nodes, as Triton functions that a kernel of one program calls.
+
+They are `best_first.Growth` for one request: `push_children` puts the best children of the group on
+the frontier, `place_best` pops the best candidates and writes their rows. Candidates are keys as in
+`order`: the magnitude of the score, then the place of insertion, so that the smallest key is the
+best candidate and ties go to the one inserted first. A key holds its score: there is no other copy.
+
+The module knows neither where log-probabilities come from nor what is done with the nodes placed.
+
+Shape legend: G nodes popped at once, GB the power of two above; C children kept, CB above; P pool,
+PB above; F places of the frontier, FB above; T rows; W words of ancestor bits, WB above.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def push_children(
+    log_probs,
+    ids,
+    expanded,
+    row,
+    score,
+    ids_ptr,
+    keys_ptr,
+    tokens_ptr,
+    parents_ptr,
+    first,
+    G: tl.constexpr,
+    GB: tl.constexpr,
+    C: tl.constexpr,
+    CB: tl.constexpr,
+    PB: tl.constexpr,
+):
+    """Put the best C children of every expanded node on the frontier, from place `first` on.
+
+    `log_probs`, `ids` [GB, PB] with ids below 0 for padding; `expanded`, `row`, `score` [GB];
+    `ids_ptr` [GB] points at the pools of the children; the other pointers at the request's frontier
+    [F]. Nodes that are not expanded write places without a candidate.
+    """
+    NO_KEY: tl.constexpr = 0x7F80000000000000
+    g = tl.arange(0, GB)
+    log_probs = tl.where(log_probs > 0.0, 0.0, log_probs)
+    # NaN compares as false.
+    usable = (log_probs > float("-inf")) & (ids >= 0) & expanded[:, None]
+    magnitude = (log_probs.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
+    index = tl.arange(0, PB)[None, :].to(tl.int64)
+    keys = tl.where(usable, (magnitude << 32) | index, NO_KEY | index)
+    c = tl.arange(0, CB)
+    chosen = tl.full((GB, CB), NO_KEY, tl.int64)
+    for child in range(C):
+        smallest = tl.min(keys, 1)
+        keys = tl.where(keys == smallest[:, None], 0x7FFFFFFFFFFFFFFF, keys)
+        chosen = tl.where((c == child)[None, :], smallest[:, None], chosen)
+
+    live = chosen < NO_KEY
+    log_prob = -(chosen >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    token = tl.load(ids_ptr[:, None] + (chosen & 0xFFFFFFFF), mask=live, other=0).to(tl.int32)
+    total = tl.where(live, score[:, None] + log_prob, float("-inf"))
+    place = first + g[:, None] * C + c[None, :]
+    magnitude = (total.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
+    mask = (g < G)[:, None] & (c < C)[None, :]
+    tl.store(keys_ptr + place, (magnitude << 32) | place.to(tl.int64), mask=mask)
+    tl.store(tokens_ptr + place, token, mask=mask)
+    tl.store(parents_ptr + place, row[:, None] + tl.zeros_like(token), mask=mask)
+
+
+@triton.jit
+def place_best(
+    keys_ptr,
+    frontier_tokens_ptr,
+    frontier_parents_ptr,
+    used,
+    tokens_ptr,
+    parents_ptr,
+    depths_ptr,
+    num_nodes_ptr,
+    ancestors_ptr,
+    T: tl.constexpr,
+    G: tl.constexpr,
+    GB: tl.constexpr,
+    FB: tl.constexpr,
+    W: tl.constexpr,
+    WB: tl.constexpr,
+):
+    """Pop the best G of the first `used` candidates and place them, as far as rows are left.
+
+    The first three pointers are the request's frontier [F], the others its tree's rows [T], its
+    count and its words [T, W]. Returns live, row, token, depth, score and parent, each [GB], live
+    ones first, and the count of rows after it.
+    """
+    NO_KEY: tl.constexpr = 0x7F80000000000000
+    g = tl.arange(0, GB)
+    f = tl.arange(0, FB)
+    keys = tl.load(keys_ptr + f, mask=f < used, other=0x7FFFFFFFFFFFFFFF)
+    best = tl.full((GB,), 0x7FFFFFFFFFFFFFFF, tl.int64)
+    for pop in range(G):
+        smallest = tl.min(keys, 0)
+        keys = tl.where(keys == smallest, 0x7FFFFFFFFFFFFFFF, keys)
+        best = tl.where(g == pop, smallest, best)
+    popped = best < NO_KEY
+    place = (best & 0xFFFFFFFF).to(tl.int32)
+    score = -(best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(keys_ptr + place, tl.full((GB,), NO_KEY, tl.int64), mask=popped)
+
+    placed = tl.load(num_nodes_ptr)
+    row = placed + g
+    live = popped & (row < T)
+    token = tl.load(frontier_tokens_ptr + place, mask=live, other=0)
+    parent = tl.load(frontier_parents_ptr + place, mask=live, other=0)
+    depth = tl.load(depths_ptr + parent, mask=live, other=0) + 1
+    w = tl.arange(0, WB)
+    mask = live[:, None] & (w < W)[None, :]
+    words = tl.load(ancestors_ptr + parent[:, None] * W + w[None, :], mask=mask, other=0)
+    bit = tl.full((GB, WB), 1, tl.int64) << (row % 64).to(tl.int64)[:, None]
+    words = tl.where((row // 64)[:, None] == w[None, :], words | bit, words)
+    tl.store(tokens_ptr + row, token, mask=live)
+    tl.store(parents_ptr + row, parent, mask=live)
+    tl.store(depths_ptr + row, depth, mask=live)
+    tl.store(ancestors_ptr + row[:, None] * W + w[None, :], words, mask=mask)
+    placed += tl.sum(live.to(tl.int32), 0)
+    tl.store(num_nodes_ptr, placed)
+    return live, row, token, depth, score, parent, placed
+
+
+@triton.jit
+def place_root(
+    token,
+    tokens_ptr,
+    parents_ptr,
+    depths_ptr,
+    num_nodes_ptr,
+    ancestors_ptr,
+    T: tl.constexpr,
+    TB: tl.constexpr,
+    W: tl.constexpr,
+    WB: tl.constexpr,
+):
+    """Make a tree of its root alone; of no row at all where `token` is below 0."""
+    t = tl.arange(0, TB)
+    mask = t < T
+    live = (token >= 0).to(tl.int32)
+    is_root = t < live
+    tl.store(tokens_ptr + t, tl.where(is_root, token, 0), mask=mask)
+    tl.store(parents_ptr + t, tl.full((TB,), -1, tl.int32), mask=mask)
+    tl.store(depths_ptr + t, tl.zeros((TB,), tl.int32), mask=mask)
+    w = tl.arange(0, WB)
+    words = tl.where(is_root[:, None] & (w == 0)[None, :], 1, 0).to(tl.int64)
+    at = ancestors_ptr + t[:, None] * W + w[None, :]
+    tl.store(at, words, mask=mask[:, None] & (w < W)[None, :])
+    tl.store(num_nodes_ptr, live)

@@ -1,0 +1,544 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Buffers and launches of a weave: everything between the marginals and the finished trees.
+
+The kernels are `weave.triton`'s and `adapter.triton`'s; nothing is computed here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+import triton
+from torch import Tensor
+
+from vllm_weaver.adapter.config import AdapterError
+from vllm_weaver.adapter.layers import BiasedRMSNorm, WeaverBlock
+from vllm_weaver.adapter.model import AdapterTables, WeaverAdapter
+from vllm_weaver.adapter.triton import (
+    ACTIVATIONS,
+    INTERPRETED,
+    SWIGLU,
+    Tiling,
+    choose_tiling,
+    launch_attention,
+    launch_linear,
+    linear_scratch,
+)
+from vllm_weaver.ops.noise.drawn import HALVINGS
+from vllm_weaver.tree.best_first import check_growth
+from vllm_weaver.tree.draft_tree import DraftTree, check_budget, num_words
+from vllm_weaver.tree.shared_noise import CONDITIONAL_WEIGHT, OUTSIDE_PENALTY, SharedNoise
+from vllm_weaver.tree.weaver_tree import group_width, most_rounds
+from vllm_weaver.weave.triton import score_and_grow_kernel, start_kernel
+
+MAX_GRAPHS = 32
+"""Captured graphs that are kept; the one captured first goes first."""
+MAX_POOL = 1024
+"""Candidates per depth: one program holds those of all nodes of a round."""
+_CANDIDATES = 8
+"""Candidates that one program scores."""
+
+
+class TreeWeaver:
+    """Builds Weaver trees on a GPU, in a fixed number of launches and in buffers of its own.
+
+    | argument | meaning |
+    |---|---|
+    | `adapter` | on the device, contiguous; its parameters must not move afterwards |
+    | `embed`, `lm_head` | [V, e] and [V, d], contiguous, of any float dtype; None with `tables` |
+    | `tables` | `adapter.precompute`'s, as tensors: two launches a round fewer, and 42 MB a round
+      less to read at the published size, for 2 V r numbers of memory |
+    | `max_requests`, `pool` | largest R; P |
+    | `budget`, `expansion_width`, `children`, `full_pools` | as in `tree.build_weaver_tree` |
+    | `overlap` | launch each kernel while the one before runs, and fetch its weights meanwhile
+      (sm_90 and later) |
+    | `graphs` | whether calls are captured and replayed; None: on a GPU |
+
+    `build` gives the trees of `build_weaver_tree(adapter.begin(...), ...)`. Scores are added up in
+    float32 throughout, where `TreeScorer` rounds to the adapter's dtype between layers: in float32
+    the trees are the same but for candidates within that error of each other.
+
+    Errors: `AdapterError` for tables that do not fit, `ValueError` for arguments out of range.
+    """
+
+    @torch.no_grad()
+    def __init__(
+        self,
+        adapter: WeaverAdapter,
+        embed: Tensor | None,
+        lm_head: Tensor | None,
+        *,
+        max_requests: int,
+        budget: int,
+        pool: int,
+        tables: AdapterTables | None = None,
+        expansion_width: int | None = None,
+        children: int = 8,
+        full_pools: bool = False,
+        overlap: bool = False,
+        graphs: bool | None = None,
+    ) -> None:
+        config = adapter.config
+        device, dtype = adapter.device, adapter.dtype
+        if device.type != "cuda" and not INTERPRETED:
+            raise ValueError(
+                f"TreeWeaver cannot run on {device.type} without TRITON_INTERPRET=1: "
+                "use build_weaver_tree"
+            )
+        self._adapter = adapter
+        self._projected = tables is not None
+        source = (tables.token_input, tables.pool_rows) if tables is not None else (embed, lm_head)
+        widths = (config.d_rank,) * 2 if self._projected else (config.d_embed, config.d_model)
+        self._token_rows, self._pool_rows = (
+            _table(name, table, width)
+            for name, table, width in zip(("embed", "lm_head"), source, widths, strict=True)
+        )
+        if max_requests < 1 or not 1 <= pool <= MAX_POOL:
+            raise ValueError(
+                f"max_requests is {max_requests} and pool {pool}: pass at least 1 request and "
+                f"1 to {MAX_POOL} candidates"
+            )
+        self.max_requests, self.budget, self.pool = max_requests, check_budget(budget), pool
+        self.width = group_width(budget, expansion_width)
+        roots = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
+        check_growth(roots, config.depth, self.width, children)
+        self._children = min(children, pool)
+        self.rounds = most_rounds(budget, config.depth, self.width, children, full_pools)
+        self._overlap = overlap
+        self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] | None = (
+            {} if (device.type == "cuda" if graphs is None else graphs) else None
+        )
+
+        rows, words = budget + 1, num_words(budget + 1)
+        nodes, prefix = max_requests * self.width, max_requests * (config.depth + 1)
+        # The prefix pass is over before the first round and shares its buffers.
+        most = max(nodes, prefix)
+        r, depth = config.d_rank, config.depth
+        self._stride = depth + 1 + rows
+        places = self.rounds * self.width * self._children
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        def index(*shape: int) -> Tensor:
+            return empty(*shape, dtype=torch.int32)
+
+        self._h_ver = empty(max_requests, config.d_model, dtype=dtype)
+        self._roots = roots
+        self._tree = (
+            *(index(max_requests, rows), index(max_requests, rows), index(max_requests, rows)),
+            index(max_requests),
+            empty(max_requests, rows, words, dtype=torch.int64),
+        )
+        self._frontier = (
+            empty(max_requests, places, dtype=torch.int64),
+            index(max_requests, places),
+            index(max_requests, places),
+        )
+        self._node, self._depth, self._score = index(nodes), index(nodes), empty(nodes)
+        self._position, self._count, self._slot = index(nodes), index(nodes), index(nodes)
+        self._path, self._row_paths = index(nodes, depth), index(max_requests, rows, depth)
+        self._node_x, self._node_squares = empty(nodes, widths[0]), empty(nodes)
+        self._prefix_x, self._prefix_squares = empty(prefix, config.d_model), empty(prefix)
+        t = torch.arange(depth + 1, dtype=torch.int32, device=device).repeat(max_requests)
+        request = torch.arange(max_requests, dtype=torch.int32, device=device)
+        self._prefix_position, self._prefix_count = t, t + 1
+        self._prefix_slot = request.repeat_interleave(depth + 1) * self._stride + t
+        self._kv = empty(config.num_layers, max_requests * self._stride, 2 * r, dtype=dtype)
+        self._x = [empty(most, r) for _ in range(2)]
+        self._q = empty(most, r)
+        self._attended = empty(most, r, dtype=dtype)
+        self._hidden = empty(most, config.mlp_dim, dtype=dtype)
+        self._query = None if self._projected else empty(nodes, config.d_model)
+        self._scores, self._request_ticket = empty(nodes, pool), index(max_requests)
+        widest = triton.cdiv(max(r, config.mlp_dim), 16)
+        self._squares = [empty(widest * most) for _ in range(2)]
+        self._positions = None
+        if adapter.pos_emb is not None:
+            self._positions = F.pad(adapter.pos_emb.detach(), (0, 0, 1, 0)).contiguous()
+        rope = adapter.rope_tables(device)
+        self._rope = None if rope is None else torch.stack(rope, dim=1).contiguous()
+        part, ticket = self._scratch()
+        self._part, self._ticket = empty(part), index(ticket)
+        self.launches = 0
+
+    def nbytes(self) -> int:
+        """Bytes of the buffers, without the adapter's parameters and the tables."""
+        total = 0
+        for value in vars(self).values():
+            for item in value if isinstance(value, tuple | list) else (value,):
+                if isinstance(item, Tensor) and not any(
+                    item is table for table in (self._token_rows, self._pool_rows)
+                ):
+                    total += item.numel() * item.element_size()
+        return total
+
+    @torch.no_grad()
+    def build(
+        self,
+        h_ver_Rd: Tensor,
+        h_draft_RDd: Tensor,
+        candidate_ids_RDP: Tensor,
+        candidate_logits_RDP: Tensor,
+        root_tokens_R: Tensor,
+        noise: SharedNoise | None = None,
+    ) -> DraftTree:
+        """Build one tree per request.
+
+        | name | shape, dtype | meaning |
+        |---|---|---|
+        | `h_ver_Rd` ... `candidate_logits_RDP` | as in `WeaverAdapter.begin` | unit stride in the
+          last axis, P = `pool` |
+        | `root_tokens_R` | [R] int | last sampled tokens; below 0: an inert request, of which
+          nothing else is read and whose tree has no row |
+        | `noise` | [R, D, P] | of the sampler, for the candidates, whose nodes are then ranked by
+          their chance to be drawn (`SharedNoise.expanding`); None: by probability |
+        | returns | [R, T] | trees in this object's buffers, valid until the next call |
+
+        Nothing is read back to the host and nothing allocated. Where graphs are used, the first
+        call with new addresses, strides or number of requests (rounded up) of the drafter's arrays
+        or of the noise captures one, so these should stay where they are; within another capture
+        the kernels are launched as they are.
+        """
+        requests = root_tokens_R.shape[0]
+        self._check(h_ver_Rd, h_draft_RDd, candidate_ids_RDP, candidate_logits_RDP, requests)
+        arrays: tuple[Tensor, ...] = (h_draft_RDd, candidate_ids_RDP, candidate_logits_RDP)
+        if noise is not None:
+            self._check_noise(noise, requests)
+            arrays += (noise.noise_RDP, *noise.sampling.parameters())
+        if requests:
+            self._h_ver[:requests].copy_(h_ver_Rd)
+            self._roots[:requests].copy_(root_tokens_R)
+            if self._graphs is None or torch.cuda.is_current_stream_capturing():
+                self._launch(requests, *arrays)
+            else:
+                self._replay(requests, arrays)
+        tokens, parents, depths, num_nodes, ancestors = (part[:requests] for part in self._tree)
+        return DraftTree(tokens, parents, depths, num_nodes, ancestors)
+
+    def _replay(self, requests: int, arrays: tuple[Tensor, ...]) -> None:
+        assert self._graphs is not None
+        padded = triton.next_power_of_2(requests) if requests <= 8 else -(-requests // 8) * 8
+        padded = min(padded, self.max_requests)
+        self._roots[requests:padded].fill_(-1)
+        key = (padded, *((x.data_ptr(), x.dtype, x.stride()) for x in arrays))
+        graph = self._graphs.get(key)
+        if graph is None:
+            # Once outside a capture, since the first launch of a kernel compiles and loads it.
+            self._launch(padded, *arrays)
+            graph = torch.cuda.CUDAGraph()
+            # Other threads of the process may use the device meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                self._launch(padded, *arrays)
+            if len(self._graphs) >= MAX_GRAPHS:
+                self._graphs.pop(next(iter(self._graphs)))
+            self._graphs[key] = graph
+        graph.replay()
+
+    def _launch(
+        self,
+        R: int,
+        h_draft_RDd: Tensor,
+        ids_RDP: Tensor,
+        logits_RDP: Tensor,
+        *noise: Tensor,
+    ) -> None:
+        self.launches = 0
+        self._start(R, h_draft_RDd)
+        self._run_prefix(R)
+        for step in range(self.rounds):
+            query, squares = self._run_nodes(R)
+            self._score_and_grow(R, step, query, squares, ids_RDP, logits_RDP, noise)
+
+    def _node_arguments(self) -> tuple[Tensor, ...]:
+        positions = self._token_rows if self._positions is None else self._positions
+        return (self._token_rows, positions, *self._tree, *self._entries())
+
+    def _entries(self) -> tuple[Tensor, ...]:
+        return (
+            *(self._node, self._depth, self._score, self._position, self._count, self._slot),
+            *(self._path, self._row_paths, self._node_x, self._node_squares),
+        )
+
+    def _sizes(self) -> dict[str, Any]:
+        rows, depth, words = self.budget + 1, self._adapter.config.depth, self._tree[4].shape[2]
+        width = self._node_x.shape[1]
+        return {
+            "T": rows,
+            "W": words,
+            "WB": triton.next_power_of_2(words),
+            "D": depth,
+            "DB": triton.next_power_of_2(depth),
+            "G": self.width,
+            "GB": triton.next_power_of_2(self.width),
+            "E": width,
+            "EB": min(2048, triton.next_power_of_2(width)),
+            # Without projected tables the position is added after the input projection.
+            "POSITIONS": self._projected and self._positions is not None,
+            "OVERLAP": self._overlap,
+            **({"launch_pdl": True} if self._overlap else {}),
+        }
+
+    def _start(self, R: int, h_draft_RDd: Tensor) -> None:
+        config = self._adapter.config
+        self.launches += 1
+        start_kernel[(config.depth + 2, R)](
+            *(self._h_ver, h_draft_RDd, self._roots, *self._node_arguments()),
+            *(self._prefix_x, self._prefix_squares),
+            *(self._h_ver.stride(0), *h_draft_RDd.stride()[:2], self._stride),
+            TB=triton.next_power_of_2(self.budget + 1),
+            WIDTH=config.d_model,
+            WIDTHB=triton.next_power_of_2(config.d_model),
+            num_warps=4,
+            **self._sizes(),
+        )
+
+    def _linear(
+        self, rows: int, x: Tensor, weight: Tensor, out: Tensor | None, **options: Any
+    ) -> int:
+        self.launches += 1
+        gated = options.get("activation") == SWIGLU
+        outputs = weight.shape[0] // (2 if gated else 1)
+        tiling = choose_tiling(rows, x.shape[1], outputs, weight.dtype)
+        return launch_linear(
+            *(tiling, rows, x, weight, out),
+            part=self._part,
+            ticket=self._ticket,
+            overlap=self._overlap,
+            **options,
+        )
+
+    def _run_prefix(self, R: int) -> None:
+        """Keys and values of the D + 1 prefix rows of every request, in every layer."""
+        adapter = self._adapter
+        config = adapter.config
+        rows = R * (config.depth + 1)
+        x, squares = self._x[0], self._squares[0]
+        J = self._linear(
+            *(rows, self._prefix_x, adapter.proposal_in.weight, x),
+            bias_M=adapter.proposal_in.bias,
+            norm=_norm(adapter.output_norm),
+            squares_JN=(self._prefix_squares, 1),
+            add=self._positions,
+            add_index_N=self._prefix_position,
+            out_squares=squares,
+        )
+        cache = (self._prefix_slot, self._prefix_count, config.depth + 1)
+        for layer, module in enumerate(adapter.blocks):
+            block = cast(WeaverBlock, module)
+            if layer < config.num_layers - 1:
+                x, squares, J = self._run_block(rows, layer, block, x, (squares, J), *cache)
+            else:
+                self._linear(
+                    *(rows, x, block.qkv_proj.weight[config.d_rank :], None),
+                    norm=_norm(block.norm_attn),
+                    squares_JN=(squares, J),
+                    cache=(self._kv[layer], self._prefix_slot),
+                )
+
+    def _run_nodes(self, R: int) -> tuple[Tensor, tuple[Tensor, int] | None]:
+        """The node step of all entries: queries, with their squares where a norm is to come."""
+        adapter = self._adapter
+        rows = R * self.width
+        x, squares, J = self._node_x, self._node_squares, 1
+        if not self._projected:
+            out, out_squares = self._x[0], self._squares[0]
+            J = self._linear(
+                *(rows, x, adapter.token_in.weight, out),
+                bias_M=adapter.token_in.bias,
+                norm=_norm(adapter.embed_norm),
+                squares_JN=(squares, J),
+                add=self._positions,
+                add_index_N=self._position,
+                out_squares=out_squares,
+            )
+            x, squares = out, out_squares
+        cache = (self._slot, self._count, self.width)
+        for layer, module in enumerate(adapter.blocks):
+            block = cast(WeaverBlock, module)
+            x, squares, J = self._run_block(rows, layer, block, x, (squares, J), *cache)
+        if self._query is None:
+            return x, (squares, J)
+        self._linear(
+            *(rows, x, adapter.lm_head_query_in.weight, self._query),
+            norm=_norm(adapter.out_norm),
+            squares_JN=(squares, J),
+        )
+        return self._query, None
+
+    def _run_block(
+        self,
+        rows: int,
+        layer: int,
+        block: WeaverBlock,
+        x: Tensor,
+        squares_JN: tuple[Tensor, int],
+        slot: Tensor,
+        count: Tensor,
+        group: int,
+    ) -> tuple[Tensor, Tensor, int]:
+        """One block over `rows` rows from `x` into `_x[0]`; its squares and their number."""
+        self._linear(
+            *(rows, x, block.qkv_proj.weight, self._q),
+            norm=_norm(block.norm_attn),
+            squares_JN=squares_JN,
+            cache=(self._kv[layer], slot),
+        )
+        self.launches += 1
+        launch_attention(
+            *(rows, self._q, self._kv[layer], self._path, count, self._rope, self._attended),
+            group=group,
+            stride=self._stride,
+            heads=block.num_heads,
+            overlap=self._overlap,
+        )
+        between, squares = self._x[1], self._squares[1]
+        J = self._linear(
+            *(rows, self._attended, block.o_proj.weight, between), add=x, out_squares=squares
+        )
+        first, second = _mlp(block)
+        self._linear(
+            *(rows, between, first.weight, self._hidden),
+            bias_M=first.bias,
+            norm=_norm(block.norm_mlp),
+            squares_JN=(squares, J),
+            activation=ACTIVATIONS[block.activation or "gelu"],
+        )
+        out, out_squares = self._x[0], self._squares[0]
+        J = self._linear(
+            *(rows, self._hidden, second.weight, out),
+            bias_M=second.bias,
+            add=between,
+            out_squares=out_squares,
+        )
+        return out, out_squares, J
+
+    def _score_and_grow(
+        self,
+        R: int,
+        step: int,
+        query: Tensor,
+        squares_JN: tuple[Tensor, int] | None,
+        ids_RDP: Tensor,
+        logits_RDP: Tensor,
+        noise: tuple[Tensor, ...],
+    ) -> None:
+        self.launches += 1
+        # Without noise the kernel reads none of these.
+        drawn_by = noise or (logits_RDP,) * 5
+        weight, bias, eps = _norm(self._adapter.out_norm)
+        squares, J = squares_JN if squares_JN is not None else (query, 0)
+        places = self._frontier[0].shape[1]
+        rows = R * self.width
+        score_and_grow_kernel[(triton.cdiv(self.pool, _CANDIDATES), rows)](
+            *(query, weight, bias, squares, self._pool_rows, ids_RDP, logits_RDP),
+            *(self._scores, self._request_ticket, *self._frontier, *self._node_arguments()),
+            *(*drawn_by, *ids_RDP.stride()[:2], *logits_RDP.stride()[:2]),
+            *(*drawn_by[0].stride()[:2], self._stride),
+            *(step * self.width * self._children, rows, eps),
+            *(CONDITIONAL_WEIGHT, OUTSIDE_PENALTY),
+            NOISE=bool(noise),
+            HALVINGS=HALVINGS,
+            P=self.pool,
+            PB=triton.next_power_of_2(self.pool),
+            BP=_CANDIDATES,
+            K=query.shape[1],
+            BK=min(1024, triton.next_power_of_2(query.shape[1])),
+            J=J,
+            JB=triton.next_power_of_2(max(1, J)),
+            C=self._children,
+            CB=triton.next_power_of_2(self._children),
+            F=places,
+            FB=triton.next_power_of_2(places),
+            num_warps=growth_warps(self.width, self.pool),
+            **self._sizes(),
+        )
+
+    def _linears(self) -> Iterator[tuple[bool, int, int, bool]]:
+        """Layers by their inputs and outputs: of the prefix alone or of both; gated or not."""
+        config = self._adapter.config
+        d, r, m = config.d_model, config.d_rank, config.mlp_dim
+        yield True, d, r, False
+        yield True, r, 2 * r, False
+        if not self._projected:
+            yield False, config.d_embed, r, False
+            yield False, r, d, False
+        yield False, r, 3 * r, False
+        yield False, r, r, False
+        yield False, r, m, config.activation == "swiglu"
+        yield False, m, r, False
+
+    def _scratch(self) -> tuple[int, int]:
+        """The largest parts and tickets that any launch needs, over all numbers of requests."""
+        part = ticket = 1
+        prefix = self._adapter.config.depth + 1
+        for R in range(1, self.max_requests + 1):
+            for _, inputs, outputs, gated in self._linears():
+                for rows in (R * prefix, R * self.width):
+                    tiling: Tiling = choose_tiling(rows, inputs, outputs, self._adapter.dtype)
+                    parts, tickets = linear_scratch(tiling, rows, outputs, gated)
+                    part, ticket = max(part, parts), max(ticket, tickets)
+        return part, ticket
+
+    def _check(
+        self, h_ver: Tensor, h_draft: Tensor, ids: Tensor, logits: Tensor, requests: int
+    ) -> None:
+        config = self._adapter.config
+        if requests > self.max_requests:
+            raise ValueError(f"{requests} requests, but max_requests is {self.max_requests}")
+        pools = (requests, config.depth, self.pool)
+        for name, tensor, shape in (
+            ("h_ver_Rd", h_ver, (requests, config.d_model)),
+            ("h_draft_RDd", h_draft, (requests, config.depth, config.d_model)),
+            ("candidate_ids_RDP", ids, pools),
+            ("candidate_logits_RDP", logits, pools),
+        ):
+            if tuple(tensor.shape) != shape:
+                raise AdapterError(f"{name} is {tuple(tensor.shape)}, not {shape}")
+            if tensor.stride(-1) != 1 or tensor.device != self._roots.device:
+                raise AdapterError(
+                    f"{name} has strides {tensor.stride()} on {tensor.device}: pass unit stride in "
+                    f"the last axis, on {self._roots.device}"
+                )
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise AdapterError(f"candidate_ids_RDP is {ids.dtype}: pass int32 or int64")
+
+    def _check_noise(self, noise: SharedNoise, requests: int) -> None:
+        shape = (requests, self._adapter.config.depth, self.pool)
+        found = noise.noise_RDP
+        if tuple(found.shape) != shape or found.stride(-1) != 1 or found.dtype != torch.float32:
+            raise AdapterError(
+                f"the noise is {tuple(found.shape)} of {found.dtype} with strides "
+                f"{found.stride()}, not float32 {shape} with unit stride in the last axis"
+            )
+
+
+def growth_warps(width: int, pool: int) -> int:
+    """Warps that hold the candidates of `width` nodes without spilling registers."""
+    candidates = triton.next_power_of_2(width) * triton.next_power_of_2(pool)
+    return 4 if candidates <= 2048 else 8 if candidates <= 4096 else 16
+
+
+def _norm(norm: BiasedRMSNorm | torch.nn.Module) -> tuple[Tensor, Tensor, float]:
+    norm = cast(BiasedRMSNorm, norm)
+    return norm.weight, norm.bias, norm.eps
+
+
+def _mlp(block: WeaverBlock) -> tuple[torch.nn.Linear, torch.nn.Linear]:
+    if block.activation == "swiglu":
+        return block.gate_up_proj, block.down_proj
+    return block.fc1, block.fc2
+
+
+def _table(name: str, table: object, width: int) -> Tensor:
+    if not isinstance(table, Tensor):
+        raise AdapterError(f"{name} is a {type(table).__name__}: the weave needs the whole table")
+    if table.dim() != 2 or table.shape[1] != width or not table.is_contiguous():
+        raise AdapterError(
+            f"{name} is {tuple(table.shape)} with strides {table.stride()}: pass a contiguous "
+            f"table with rows of {width}"
+        )
+    return table
