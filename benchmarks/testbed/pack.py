@@ -27,7 +27,7 @@ import numpy as np
 HUMAN_EVAL = "human_eval.json"
 _PIECE_BYTES = 15 * 2**20
 # Tokens are 16-bit numbers: contexts of two bytes.
-_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 2, "lp": 1, "pb": 1, "dict_size": 2**26}]
+_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 3, "lc": 2, "lp": 1, "pb": 1, "dict_size": 2**26}]
 
 
 def human_eval_prompts(file: Path) -> list[str]:

@@ -393,7 +393,7 @@ class EmptyFiller(Filler):
 def test_the_27bs_tensors_are_those_of_its_architecture() -> None:
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
-    large = replace(QWEN36_27B, vocab=8192)
+    large = replace(QWEN36_27B, vocab=8192, layers=8)
     trio = Trio.below(NANO, large)
     target, drafter = trio.plans()
     fill = EmptyFiller(torch.device("cpu"), torch.bfloat16)

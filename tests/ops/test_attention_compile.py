@@ -133,7 +133,7 @@ def compile_all(arch: int) -> dict[str, dict]:
             {**strides, "USE_FP64": use_fp64, "BLOCK": noise.BLOCK},
         )
     figures["drawn P=512"] = compile_kernel(
-        drawn.drawn_kernel, arch, "fp32", {"HALVINGS": drawn._HALVINGS, "BLOCK": 512}
+        drawn.drawn_kernel, arch, "fp32", {"HALVINGS": drawn.HALVINGS, "BLOCK": 512}
     )
     return figures
 
