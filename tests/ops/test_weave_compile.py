@@ -120,7 +120,7 @@ def adapter_kernels(arch: int) -> Iterator[Kernel]:
 def weave_kernels(arch: int) -> Iterator[Kernel]:
     from vllm_weaver.ops.noise.drawn import HALVINGS
     from vllm_weaver.weave import triton as weave
-    from vllm_weaver.weave.weaver import growth_warps
+    from vllm_weaver.weave.weaver import growth_warps, score_width
 
     types = TYPES | {"logits_ptr": "*fp32"}
     for budget, group in ((15, 1), (63, 4), (127, 8)):
@@ -140,7 +140,7 @@ def weave_kernels(arch: int) -> Iterator[Kernel]:
                 continue
             constants = {
                 **sizes,
-                **dict(P=P, PB=P, BP=8, K=K, BK=1024, J=J, JB=max(1, J)),
+                **dict(P=P, PB=P, BP=8, K=K, BK=score_width(K), J=J, JB=max(1, J)),
                 **dict(C=C, CB=C, F=places, FB=places, NOISE=noise, HALVINGS=HALVINGS),
             }
             warps = {"num_warps": growth_warps(group, P)}

@@ -446,7 +446,7 @@ class TreeWeaver:
             PB=triton.next_power_of_2(self.pool),
             BP=_CANDIDATES,
             K=query.shape[1],
-            BK=min(1024, triton.next_power_of_2(query.shape[1])),
+            BK=score_width(query.shape[1]),
             J=J,
             JB=triton.next_power_of_2(max(1, J)),
             C=self._children,
@@ -514,6 +514,11 @@ class TreeWeaver:
                 f"the noise is {tuple(found.shape)} of {found.dtype} with strides "
                 f"{found.stride()}, not float32 {shape} with unit stride in the last axis"
             )
+
+
+def score_width(inputs: int) -> int:
+    """Columns of candidates' rows read at a time: what registers hold of a loop unrolled."""
+    return min(1024 if inputs <= 2048 else 512, triton.next_power_of_2(inputs))
 
 
 def growth_warps(width: int, pool: int) -> int:
