@@ -7,26 +7,24 @@ The kernels run on a GPU if there is one, else in Triton's interpreter, in a pro
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
+from interpreter import (
+    CUDA,
+    DEVICE,
+    INTERPRETED,
+    assert_passes_interpreted,
+    needs_gpu,
+    needs_kernel,
+    runs_elsewhere,
+)
 from torch import Tensor
 
 from vllm_weaver.adapter import AdapterError, WeaverAdapter, WeaverConfig
 from vllm_weaver.tree import DraftTree, Sampling, SharedNoise, build_weaver_tree
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if CUDA else "cpu"
-needs_kernel = pytest.mark.skipif(
-    not (CUDA or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1 set before import"
-)
-needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 
 if CUDA or INTERPRETED:
     from vllm_weaver.weave import TreeWeaver
@@ -329,13 +327,7 @@ def test_unfit_arguments_are_refused(make_case) -> None:
         )
 
 
-@pytest.mark.skipif(INTERPRETED or CUDA, reason="the kernels' tests run in this process")
+@runs_elsewhere
 def test_kernels_hold_in_the_interpreter() -> None:
     """Every test of this file, in a process that interprets the kernels."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes_interpreted(__file__)

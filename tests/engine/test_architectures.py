@@ -116,7 +116,7 @@ def test_bfloat16_with_the_native_core_differs_at_ties_only(
     options = {"dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}
     plain = Plain(Engine(target, **options))
     trees = drafted(tiny_models, target, **options)
-    assert all(layer.native_cpu for layer in trees.runner.model_state._gdn_layers)
+    assert all(layer.native_cpu for layer in trees.runner.model_state._gdn_layers())
     prompts = [tokens(n, 41) for n in (6, 17, 40, 64)]
     want = plain.outputs(prompts, greedy(24))
     trees.oracle.follow(want)

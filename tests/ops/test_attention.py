@@ -14,18 +14,13 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from interpreter import DEVICE, INTERPRETED, needs_kernel, runs_elsewhere
 from torch import Tensor
 
 from vllm_weaver.ops import merge_attention, tree_attention
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if CUDA else "cpu"
 NAN = float("nan")
 
-needs_kernel = pytest.mark.skipif(
-    not (CUDA or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1 set before import"
-)
 TRITON = pytest.param("triton", marks=needs_kernel)
 
 
@@ -425,13 +420,13 @@ def test_kernel_refuses_what_it_cannot_take() -> None:
         make_case([chain(3)], [3], dtype=torch.float64).run("triton")
 
 
-@pytest.mark.skipif(INTERPRETED or CUDA, reason="the kernel runs in this process")
+@runs_elsewhere
 def test_kernel_without_gpu_or_interpreter_is_refused() -> None:
     with pytest.raises(ValueError, match="cannot run on cpu tensors"):
         make_case([chain(3)], [3]).run("triton")
 
 
-@pytest.mark.skipif(INTERPRETED or CUDA, reason="the kernel's tests run in this process")
+@runs_elsewhere
 def test_kernel_holds_in_the_interpreter() -> None:
     """Every test of this file that needs the kernel, in a process that interprets it."""
     done = subprocess.run(

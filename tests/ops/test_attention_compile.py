@@ -5,19 +5,10 @@ No GPU is needed. Run as a script for the figures: `python tests/ops/test_attent
 A process of its own compiles, since one that interprets Triton cannot.
 """
 
-import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory that one block may have."""
+from compiling import SHARED_LIMIT, compile_kernel, figures_of, print_figures
 
 POINTER_TYPES = {
     "block_table_ptr": "*i32",
@@ -36,43 +27,21 @@ POINTER_TYPES = {
 FLOATS = ("scale_log2", "weight", "penalty")
 
 
-def compile_kernel(
+def compile_for(
     kernel: Any, arch: int, element: str, constants: dict[str, Any], **options: int
-) -> dict:
-    """Compile as a launch with aligned pointers and strides would; read registers and memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+) -> dict[str, Any]:
+    """Compile with pointers to ``element`` where nothing else is known."""
 
-    signature, aligned = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
+    def type_of(name: str) -> str:
         if name.endswith("_ptr"):
-            signature[name] = POINTER_TYPES.get(name, f"*{element}")
-        else:
-            signature[name] = "fp32" if name in FLOATS else "i32"
-        if name.endswith("_ptr") or (
-            "stride" in name and name not in ("ancestors_stride_t", "table_stride_r")
-        ):
-            aligned[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-    return {
-        "registers": int(found["REG"]),
-        "spilled_bytes": int(found["STACK"]) + int(found["LOCAL"]),
-        "shared_bytes": compiled.metadata.shared,
-        "wgmma": "wgmma" in compiled.asm["ptx"],
-    }
+            return POINTER_TYPES.get(name, f"*{element}")
+        return "fp32" if name in FLOATS else "i32"
+
+    def aligned(name: str) -> bool:
+        strided = "stride" in name and name not in ("ancestors_stride_t", "table_stride_r")
+        return name.endswith("_ptr") or strided
+
+    return compile_kernel(kernel, arch, constants, type_of, aligned, **options)
 
 
 def compile_all(arch: int) -> dict[str, dict]:
@@ -93,20 +62,18 @@ def compile_all(arch: int) -> dict[str, dict]:
         # 64 rows with 6 query heads to a key/value head, as in Qwen3.6-27B.
         tiling = attention.choose_tiling(64 * 6, head_dim, dtype)
         constants = {"G": 6, "K": head_dim, "BLOCK_N": tiling.block_n, "SPLITS": 8, "MIN_TILES": 4}
-        figures[f"attention {types[dtype]} D={head_dim} page={page} {tuple(tiling)}"] = (
-            compile_kernel(
-                attention.tree_attention_kernel,
-                arch,
-                types[dtype],
-                {**constants, "PAGE": page, "BLOCK_M": tiling.block_m, "DOT_FLOAT32": False},
-                num_warps=tiling.num_warps,
-                num_stages=tiling.num_stages,
-            )
+        figures[f"attention {types[dtype]} D={head_dim} page={page} {tuple(tiling)}"] = compile_for(
+            attention.tree_attention_kernel,
+            arch,
+            types[dtype],
+            {**constants, "PAGE": page, "BLOCK_M": tiling.block_m, "DOT_FLOAT32": False},
+            num_warps=tiling.num_warps,
+            num_stages=tiling.num_stages,
         )
-    figures["merge D=256"] = compile_kernel(
+    figures["merge D=256"] = compile_for(
         attention.merge_splits_kernel, arch, "bf16", {**constants, "BLOCK_M": attention.MERGE_ROWS}
     )
-    figures["compact"] = compile_kernel(
+    figures["compact"] = compile_for(
         compact.compact_kernel,
         arch,
         "bf16",
@@ -126,13 +93,13 @@ def compile_all(arch: int) -> dict[str, dict]:
     )
     for use_fp64 in (False, True):
         strides = dict.fromkeys(("seeds_stride_r", "positions_stride_d", "ids_stride_p"), 1)
-        figures[f"noise fp64={use_fp64}"] = compile_kernel(
+        figures[f"noise fp64={use_fp64}"] = compile_for(
             noise.keyed_gumbel_kernel,
             arch,
             "fp32",
             {**strides, "USE_FP64": use_fp64, "BLOCK": noise.BLOCK},
         )
-    figures["drawn P=512"] = compile_kernel(
+    figures["drawn P=512"] = compile_for(
         drawn.drawn_kernel, arch, "fp32", {"HALVINGS": drawn.HALVINGS, "BLOCK": 512}
     )
     return figures
@@ -140,14 +107,7 @@ def compile_all(arch: int) -> dict[str, dict]:
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_without_spills(arch: int) -> None:
-    pytest.importorskip("triton.backends.nvidia", reason="needs Triton with its NVIDIA backend")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, str(arch)], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    figures = json.loads(done.stdout)
-    for name, figure in figures.items():
+    for name, figure in figures_of(__file__, arch).items():
         assert figure["spilled_bytes"] == 0, (name, figure)
         assert figure["shared_bytes"] <= SHARED_LIMIT[arch], (name, figure)
         if arch == 90 and name.startswith("attention bf16"):
@@ -155,5 +115,4 @@ def test_kernels_compile_without_spills(arch: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    print(json.dumps(compile_all(int(sys.argv[1])), indent=1))
+    print_figures(compile_all)

@@ -12,16 +12,12 @@ import sys
 
 import pytest
 import torch
+from interpreter import CUDA, needs_kernel, runs_elsewhere
 from torch import Tensor
 
 from vllm_weaver.ops import compact_kv
 from vllm_weaver.ops.compact import CacheTable
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = torch.cuda.is_available() and not INTERPRETED
-needs_kernel = pytest.mark.skipif(
-    not (CUDA or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1 set before import"
-)
 both = pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_kernel)])
 
 
@@ -206,14 +202,14 @@ def test_bad_input_is_refused_by_name() -> None:
         compact_kv([torch.zeros(2, 3)], slots, path, length)
 
 
-@pytest.mark.skipif(INTERPRETED or CUDA, reason="the kernel runs in this process")
+@runs_elsewhere
 def test_kernel_without_gpu_or_interpreter_is_refused() -> None:
     one = torch.zeros(1, 1, dtype=torch.int32)
     with pytest.raises(ValueError, match="cannot run on cpu tensors"):
         compact_kv(make_caches(torch.float32), one, one, one[:, 0], backend="triton")
 
 
-@pytest.mark.skipif(INTERPRETED or CUDA, reason="the kernel's tests run in this process")
+@runs_elsewhere
 def test_kernel_holds_in_the_interpreter() -> None:
     """Every test of this file that needs the kernel, in a process that interprets it."""
     done = subprocess.run(

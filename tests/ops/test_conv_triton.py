@@ -8,14 +8,19 @@ of its own.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
 
 import oracles
 import pytest
 import torch
+from interpreter import (
+    DEVICE,
+    INTERPRETED,
+    assert_passes_interpreted,
+    needs_gpu,
+    needs_kernel,
+    runs_elsewhere,
+)
 from oracles import rms_ratio
 from test_conv import Case, assert_rows_match, make_case
 from torch import Tensor
@@ -23,13 +28,6 @@ from torch import Tensor
 from vllm_weaver.ops import conv_commit, conv_table
 from vllm_weaver.ops.conv import conv_commit_layers
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if CUDA else "cpu"
-needs_kernel = pytest.mark.skipif(
-    not (CUDA or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1 set before import"
-)
-needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 GEN = torch.Generator().manual_seed(5)
 
 
@@ -248,19 +246,13 @@ def test_a_captured_graph_serves_other_trees_and_lengths() -> None:
     assert_rows_match(second, out.cpu(), 1e-5)
 
 
-@pytest.mark.skipif(INTERPRETED or CUDA, reason="the kernels run in this process")
+@runs_elsewhere
 def test_kernels_without_gpu_or_interpreter_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot run on cpu tensors without TRITON_INTERPRET=1"):
         make_case([oracles.chain(3)]).run(backend="triton")
 
 
-@pytest.mark.skipif(INTERPRETED or CUDA, reason="the kernels' tests run in this process")
+@runs_elsewhere
 def test_kernels_hold_in_the_interpreter() -> None:
     """Every test of this file, in a process that interprets the kernels."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes_interpreted(__file__)

@@ -6,21 +6,15 @@ The kernel runs on a GPU if there is one, else in Triton's interpreter.
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 import torch
+from interpreter import CUDA, DEVICE, needs_kernel
 from torch import Tensor
 
 from vllm_weaver.ops import gather_paths, gather_rows
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if CUDA else "cpu"
-needs_kernel = pytest.mark.skipif(
-    not (CUDA or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1 set before import"
-)
 TRITON = pytest.param("triton", marks=needs_kernel)
 both = pytest.mark.parametrize("backend", ["reference", TRITON])
 

@@ -5,20 +5,12 @@ No GPU is needed. Run as a script for the figures: `python tests/ops/test_gdn_co
 process of its own compiles, since one that interprets Triton cannot. Shapes are Qwen3.6-27B's.
 """
 
-import json
-import os
-import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import SHARED_LIMIT, compile_kernel, figures_of, print_figures
 
-SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
-"""Bytes of shared memory that one block may have."""
 SPILL_LIMIT = {80: 512, 90: 128, 100: 576}
 """Bytes that a thread may keep in local memory, with Triton 3.6 to 3.9."""
 
@@ -34,45 +26,14 @@ POINTER_TYPES = {
 }
 
 
-def compile_kernel(
-    kernel: Any,
-    arch: int,
-    constants: dict[str, Any],
-    types: dict[str, str] | None = None,
-    **options: int,
-) -> dict:
-    """Compile as a launch with aligned pointers and strides would; read registers and memory."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def type_of(name: str) -> str:
+    if name.endswith("_ptr"):
+        return POINTER_TYPES.get(name, "*bf16")
+    return "fp32" if name == "scale" else "i32"
 
-    signature, aligned = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-            continue
-        if name.endswith("_ptr"):
-            signature[name] = (types or {}).get(name) or POINTER_TYPES.get(name, "*bf16")
-        else:
-            signature[name] = "fp32" if name == "scale" else "i32"
-        if name.endswith("_ptr") or name[2:] in ("stride_r", "stride_t") or name == "C":
-            aligned[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-    return {
-        "registers": int(found["REG"]),
-        "spilled_bytes": int(found["STACK"]) + int(found["LOCAL"]),
-        "shared_bytes": compiled.metadata.shared,
-        "wgmma": "wgmma" in compiled.asm["ptx"],
-    }
+
+def aligned(name: str) -> bool:
+    return name.endswith("_ptr") or name[2:] in ("stride_r", "stride_t") or name == "C"
 
 
 def kernels(arch: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
@@ -149,20 +110,20 @@ def compile_all(arch: int) -> dict[str, dict]:
         types = {"state_ptr": "*bf16"} if name.startswith("conv") else {}
         if constants.get("RAW_GATES"):
             types |= {"g_ptr": "*bf16", "beta_ptr": "*bf16"}
-        figures[name] = compile_kernel(kernel, arch, constants, types, **options)
+        figures[name] = compile_kernel(
+            kernel,
+            arch,
+            constants,
+            lambda argument, types=types: types.get(argument) or type_of(argument),
+            aligned,
+            **options,
+        )
     return figures
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_within_limits(arch: int) -> None:
-    pytest.importorskip("triton.backends.nvidia", reason="needs Triton with its NVIDIA backend")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, str(arch)], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    figures = json.loads(done.stdout)
-    for name, figure in figures.items():
+    for name, figure in figures_of(__file__, arch).items():
         assert figure["spilled_bytes"] <= SPILL_LIMIT[arch], (name, figure)
         assert figure["shared_bytes"] <= SHARED_LIMIT[arch], (name, figure)
         if arch == 90 and "T=64" in name:
@@ -172,5 +133,4 @@ def test_kernels_compile_within_limits(arch: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    print(json.dumps(compile_all(int(sys.argv[1])), indent=1))
+    print_figures(compile_all)

@@ -8,14 +8,19 @@ of its own.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import fields, replace
 
 import oracles
 import pytest
 import torch
+from interpreter import (
+    DEVICE,
+    INTERPRETED,
+    assert_passes_interpreted,
+    needs_gpu,
+    needs_kernel,
+    runs_elsewhere,
+)
 from oracles import rms_ratio
 from test_gdn import Case, expected_outputs, expected_state, make_case
 from torch import Tensor
@@ -30,14 +35,6 @@ from vllm_weaver.ops import (
     gdn_gate,
 )
 from vllm_weaver.ops.gdn import gdn_commit_layers
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if CUDA else "cpu"
-needs_kernel = pytest.mark.skipif(
-    not (CUDA or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1 set before import"
-)
-needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 
 FLOAT32 = 3e-6
 # Rounding of the output, and what products in halves add. The interpreter truncates to bfloat16.
@@ -673,19 +670,13 @@ def test_decode_has_the_bits_of_vllms_packed_kernel() -> None:
         assert torch.equal(state, theirs)
 
 
-@pytest.mark.skipif(INTERPRETED or CUDA, reason="the kernels run in this process")
+@runs_elsewhere
 def test_kernels_without_gpu_or_interpreter_are_refused() -> None:
     with pytest.raises(ValueError, match="cannot run on cpu tensors without TRITON_INTERPRET=1"):
         verify(make_case([oracles.chain(3)]))
 
 
-@pytest.mark.skipif(INTERPRETED or CUDA, reason="the kernels' tests run in this process")
+@runs_elsewhere
 def test_kernels_hold_in_the_interpreter() -> None:
     """Every test of this file, in a process that interprets the kernels."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes_interpreted(__file__)

@@ -13,17 +13,11 @@ import sys
 
 import pytest
 import torch
+from interpreter import DEVICE, needs_kernel, runs_elsewhere
 
 from vllm_weaver.ops import keyed_gumbel
 from vllm_weaver.ops.noise.reference import murmur3
 from vllm_weaver.tree import Sampling, drawn_log_probs
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = torch.cuda.is_available() and not INTERPRETED
-needs_kernel = pytest.mark.skipif(
-    not (CUDA or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1 set before import"
-)
-DEVICE = "cuda" if CUDA else "cpu"
 
 SEEDS = (0, 1, -1, 42, -(2**63), 2**63 - 1, 0x9E3779B97F4A7C15 - 2**64)
 POSITIONS = (0, 1, 511, 2**31 - 1, 2**31, 2**40 + 3)
@@ -162,7 +156,7 @@ def test_triton_kernel_equals_the_definition_of_scores(pool: int) -> None:
     assert not bool((found[missing] > -torch.inf).any())
 
 
-@pytest.mark.skipif(INTERPRETED or CUDA, reason="the kernel runs in this process already")
+@runs_elsewhere
 def test_triton_kernel_in_the_interpreter() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-k", "triton_kernel_equals", __file__],

@@ -7,23 +7,13 @@ The kernels run on a GPU if there is one, else in Triton's interpreter, in a pro
 from __future__ import annotations
 
 import math
-import os
-import subprocess
-import sys
 
 import pytest
 import torch
+from interpreter import DEVICE, assert_passes_interpreted, needs_gpu, needs_kernel, runs_elsewhere
 from torch import Tensor
 
 from vllm_weaver.ops import top_pool
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if CUDA else "cpu"
-needs_kernel = pytest.mark.skipif(
-    not (CUDA or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1 set before import"
-)
-needs_gpu = pytest.mark.skipif(not CUDA, reason="needs a GPU")
 
 INF, NAN = math.inf, math.nan
 KINDS = (
@@ -157,13 +147,7 @@ def test_kernels_refuse_what_they_cannot_do() -> None:
         top_pool(torch.zeros(40, 3, device=DEVICE).T, 2, backend="triton")
 
 
-@pytest.mark.skipif(INTERPRETED or CUDA, reason="the kernels' tests run in this process")
+@runs_elsewhere
 def test_kernels_hold_in_the_interpreter() -> None:
     """Every test of this file, in a process that interprets the kernels."""
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__],
-        env={**os.environ, "TRITON_INTERPRET": "1"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert_passes_interpreted(__file__)

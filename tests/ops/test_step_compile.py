@@ -5,17 +5,12 @@ No GPU is needed. Run as a script for the figures: `python tests/ops/test_step_c
 process of its own compiles, since one that interprets Triton cannot.
 """
 
-import json
-import os
 import re
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
+from compiling import compile_kernel, figures_of, print_figures
 
 POINTER_TYPES = {
     "address_ptr": "*i64",
@@ -31,45 +26,15 @@ POINTER_TYPES = {
 }
 
 
-def compile_kernel(kernel: Any, arch: int, constants: dict[str, Any], **options: int) -> dict:
-    """Compile as a launch with aligned pointers would; read registers, memory and instructions."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
+def type_of(name: str) -> str:
+    if name.endswith("_ptr"):
+        return POINTER_TYPES.get(name, "*i32")
+    # Addresses by value, of the gather, are not specialised.
+    return "i64" if re.fullmatch(r"a\d", name) else "i32"
 
-    signature, aligned = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name.endswith("_ptr"):
-            signature[name] = POINTER_TYPES.get(name, "*i32")
-            aligned[(index,)] = [["tt.divisibility", 16]]
-        else:
-            # Addresses by value, of the gather, are not specialised.
-            signature[name] = "i64" if re.fullmatch(r"a\d", name) else "i32"
-            if name in ("stride_block", "stride_slot", "stride_h"):
-                aligned[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=aligned)
-    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(compiled.asm["cubin"])
-        file.flush()
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
-    if "DUMP" in os.environ:
-        Path(os.environ["DUMP"], f"{kernel.__name__}.ptx").write_text(compiled.asm["ptx"])
-        Path(os.environ["DUMP"], f"{kernel.__name__}.cubin").write_bytes(compiled.asm["cubin"])
-    found = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
-    ptx = compiled.asm["ptx"]
-    return {
-        "registers": int(found["REG"]),
-        "spilled_bytes": int(found["STACK"]) + int(found["LOCAL"]),
-        "shared_bytes": compiled.metadata.shared,
-        "loads_of_16_bytes": len(re.findall(r"ld\.global\S*\.v(?:4\.b32|2\.b64)", ptx)),
-        "warp_reductions": len(re.findall(r"redux\.sync", ptx)),
-    }
+
+def aligned(name: str) -> bool:
+    return name.endswith("_ptr") or name in ("stride_block", "stride_slot", "stride_h")
 
 
 def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
@@ -128,21 +93,14 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
 
 def compile_all(arch: int) -> dict[str, dict]:
     return {
-        name: compile_kernel(kernel, arch, constants, **options)
+        name: compile_kernel(kernel, arch, constants, type_of, aligned, **options)
         for name, kernel, constants, options in kernels()
     }
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_without_spills(arch: int) -> None:
-    pytest.importorskip("triton.backends.nvidia", reason="needs Triton with its NVIDIA backend")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, str(arch)], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    figures = json.loads(done.stdout)
-    for name, figure in figures.items():
+    for name, figure in figures_of(__file__, arch).items():
         assert figure["spilled_bytes"] == 0, (name, figure)
         if name.startswith(("compact", "gather")):
             assert figure["loads_of_16_bytes"] > 0, (name, figure)
@@ -152,5 +110,4 @@ def test_kernels_compile_without_spills(arch: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    print(json.dumps(compile_all(int(sys.argv[1])), indent=1))
+    print_figures(compile_all)

@@ -6,18 +6,11 @@ process of its own compiles, since one that interprets Triton cannot. Shapes are
 adapter's at Qwen3.6-27B's width and vocabulary.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_gdn_compile import SHARED_LIMIT, compile_kernel
+from compiling import SHARED_LIMIT, compile_kernel, figures_of, print_figures
 
 V, E, R, D, P, C = 248_320, 5120, 2048, 15, 512, 8
 FLOAT = dict.fromkeys(
@@ -42,6 +35,14 @@ LONG = dict.fromkeys(("keys_ptr", "ids_ptr", "ancestors_ptr"), "*i64")
 SCALARS = dict.fromkeys(("eps", "weight", "penalty"), "fp32")
 TYPES = {**FLOAT, **INTEGER, **LONG, **SCALARS}
 Kernel = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]
+
+
+def type_of(name: str, types: dict[str, str]) -> str:
+    return types.get(name) or ("*bf16" if name.endswith("_ptr") else "i32")
+
+
+def aligned(name: str) -> bool:
+    return name.endswith("_ptr") or name[2:] in ("stride_r", "stride_t")
 
 
 def pool_kernels() -> Iterator[Kernel]:
@@ -154,26 +155,20 @@ def weave_kernels(arch: int) -> Iterator[Kernel]:
 def compile_all(arch: int) -> dict[str, dict]:
     kernels = (*pool_kernels(), *adapter_kernels(arch), *weave_kernels(arch))
     return {
-        name: compile_kernel(kernel, arch, constants, types, **options)
+        name: compile_kernel(
+            kernel, arch, constants, lambda x, types=types: type_of(x, types), aligned, **options
+        )
         for name, kernel, constants, types, options in kernels
     }
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_within_limits(arch: int) -> None:
-    pytest.importorskip("triton.backends.nvidia", reason="needs Triton with its NVIDIA backend")
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, __file__, str(arch)], env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    figures = json.loads(done.stdout)
-    for name, figure in figures.items():
+    for name, figure in figures_of(__file__, arch).items():
         # The loops of filters hold two bounds more than fit.
         assert figure["spilled_bytes"] <= (16 if "noise" in name else 0), (name, figure)
         assert figure["shared_bytes"] <= SHARED_LIMIT[arch], (name, figure)
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(Path(__file__).parents[2]))
-    print(json.dumps(compile_all(int(sys.argv[1])), indent=1))
+    print_figures(compile_all)

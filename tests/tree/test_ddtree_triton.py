@@ -7,19 +7,16 @@ in Triton's interpreter.
 
 from __future__ import annotations
 
-import os
 import random
 
 import pytest
 import torch
+from interpreter import CUDA, DEVICE, INTERPRETED
 from test_ddtree import marginals
 from tree_oracles import NO_CANDIDATE, assert_tree_is, ddtree
 
 from vllm_weaver.tree import DraftTree, build_ddtree
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-CUDA = torch.cuda.is_available() and not INTERPRETED
-DEVICE = "cuda" if CUDA else "cpu"
 pytestmark = pytest.mark.skipif(
     not (CUDA or INTERPRETED), reason="needs a GPU, or TRITON_INTERPRET=1 set before import"
 )

@@ -30,6 +30,8 @@ from vllm_weaver.tree import DraftTree, SharedNoise
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
 
+logger = compat.init_logger(__name__)
+
 
 class WeaverSpeculator(DFlashSpeculator):
     """Proposes one tree per request; returns its tokens to vLLM, its shape to the model state."""
@@ -73,6 +75,12 @@ class WeaverSpeculator(DFlashSpeculator):
             max_requests=self.max_num_reqs,
         )
         self._allocate(self.proposer.pool_size)
+        if self.proposer.weaver is not None:
+            logger.info(
+                "vllm-weaver: weaving takes %.0f MiB of buffers and %.0f MiB of tables",
+                self.proposer.weaver.nbytes() / 2**20,
+                self.proposer.weaver.table_nbytes() / 2**20,
+            )
 
     def _allocate(self, pool_size: int) -> None:
         """Marginals, what the trees start from and the trees, for a graph to read and write."""

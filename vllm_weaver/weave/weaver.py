@@ -176,6 +176,11 @@ class TreeWeaver:
                     total += item.numel() * item.element_size()
         return total
 
+    def table_nbytes(self) -> int:
+        """Bytes of the precomputed tables; 0 without."""
+        tables = (self._token_rows, self._pool_rows) if self._projected else ()
+        return sum(table.numel() * table.element_size() for table in tables)
+
     @torch.no_grad()
     def build(
         self,

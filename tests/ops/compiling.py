@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Triton kernels compiled for a GPU that need not be there, and what they use of it.
+
+A process of its own compiles, since one that interprets Triton cannot: a test module of this kind
+is also a script, which prints the figures of all its kernels for one architecture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+"""Bytes of shared memory that one block may have."""
+
+
+def compile_kernel(
+    kernel: Any,
+    arch: int,
+    constants: dict[str, Any],
+    type_of: Callable[[str], str],
+    aligned: Callable[[str], bool],
+    **options: int,
+) -> dict[str, Any]:
+    """Compile a kernel as a launch would.
+
+    Args:
+        kernel: the Triton function.
+        arch: compute capability times ten.
+        constants: its constant arguments; all others are typed.
+        type_of: Triton's name of an argument's type, by the argument's name.
+        aligned: whether an argument, by its name, is a multiple of 16 in every launch.
+        options: of the compiler.
+
+    Returns:
+        Registers and spilled bytes a thread, shared bytes a block; whether wgmma is used, how many
+        loads of 16 bytes and how many reductions over a warp there are.
+    """
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    signature, multiples = {}, {}
+    for index, name in enumerate(kernel.arg_names):
+        signature[name] = "constexpr" if name in constants else type_of(name)
+        if name not in constants and aligned(name):
+            multiples[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
+    compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+        usage = subprocess.run(
+            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        ).stdout
+    found, ptx = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)), compiled.asm["ptx"]
+    return {
+        "registers": int(found["REG"]),
+        "spilled_bytes": int(found["STACK"]) + int(found["LOCAL"]),
+        "shared_bytes": compiled.metadata.shared,
+        "wgmma": "wgmma" in ptx,
+        "loads_of_16_bytes": len(re.findall(r"ld\.global\S*\.v(?:4\.b32|2\.b64)", ptx)),
+        "warp_reductions": len(re.findall(r"redux\.sync", ptx)),
+    }
+
+
+def figures_of(file: str, arch: int) -> dict[str, dict[str, Any]]:
+    """Figures that the script ``file`` prints for ``arch``; skips where Triton cannot compile."""
+    pytest.importorskip("triton.backends.nvidia", reason="needs Triton with its NVIDIA backend")
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, file, str(arch)], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def print_figures(compile_all: Callable[[int], dict[str, dict[str, Any]]]) -> None:
+    """What the script does: figures for the architecture of its first argument."""
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    print(json.dumps(compile_all(int(sys.argv[1])), indent=1))
