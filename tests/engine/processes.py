@@ -18,7 +18,7 @@ def environment(**values: str) -> dict[str, str]:
     return {**os.environ, "PYTHONWARNINGS": "ignore", **values}
 
 
-def generate(request: dict[str, Any], timeout: int = 300, **values: str) -> dict[str, Any]:
+def generate(request: dict[str, Any], timeout: int = 900, **values: str) -> dict[str, Any]:
     """Run ``generate.py``.
 
     Args:

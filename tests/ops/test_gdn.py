@@ -549,8 +549,8 @@ def test_bad_input_is_refused_in_one_line() -> None:
     case = make_case([oracles.chain(4)], heads=(1, 2))
     _, stash = case.verify()
     path, length = oracles.padded([[0, 1]]), torch.tensor([1])
-    with pytest.raises(ValueError, match="unknown backend 'cuda'; available: reference"):
-        case.verify(backend="cuda")
+    with pytest.raises(ValueError, match="unknown backend 'metal'; available: reference"):
+        case.verify(backend="metal")
     with pytest.raises(ValueError, match=r"parents has shape \[1, 3\], expected \[1, 4\]"):
         replace(case, parents=case.parents[:, :3]).verify()
     with pytest.raises(ValueError, match="not a multiple of the 2 key heads"):

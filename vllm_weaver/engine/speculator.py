@@ -48,6 +48,7 @@ class WeaverSpeculator(DFlashSpeculator):
         self._inputs: Roots | None = None
         self._trees: DraftTree | None = None
         self._context_only = False
+        self._weaves = True
 
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
@@ -137,6 +138,8 @@ class WeaverSpeculator(DFlashSpeculator):
         self.marginals.logits[:num_reqs] = best.view(shape)
         self.marginals.log_probs[:num_reqs] = log_probs.view(shape)
 
+        if not self._weaves:
+            return
         assert self.proposer is not None and self._inputs is not None and self._trees is not None
         made = self.proposer.propose(
             self._inputs.states[:num_reqs],
@@ -213,6 +216,8 @@ class WeaverSpeculator(DFlashSpeculator):
             self._inputs.chain_only[:rows] = self.model_state.chain_only[slots]
             if self.model_state.noise is not None:
                 self.model_state.noise.load(slots, input_batch.idx_mapping_np[:rows])
+        # Warm-up passes measure a GPU's memory and compile its kernels; a CPU has neither.
+        self._weaves = not (dummy_run and self.device.type == "cpu")
         # A batch too large for trees still adds to the drafter's context.
         self._context_only = num_speculative_tokens == 0 and not dummy_run
         super().propose(
