@@ -188,6 +188,8 @@ class WeaverSpeculator(DFlashSpeculator):
             Tokens of the trees in node order, root excluded, int64 [R, B].
         """
         rows = input_batch.num_reqs
+        # A batch too large for trees still adds to the drafter's context.
+        self._context_only = num_speculative_tokens == 0 and not dummy_run
         if not dummy_run:
             step = self.model_state.step
             if step is not None and step.path is not None:
@@ -208,6 +210,7 @@ class WeaverSpeculator(DFlashSpeculator):
                 last_hidden_states = states[0]
                 if aux_hidden_states:
                     aux_hidden_states = states[1:]
+        if not (dummy_run or self._context_only):
             slots = input_batch.idx_mapping
             last_row = input_batch.query_start_loc[1 : rows + 1] - num_rejected - 1
             assert self._inputs is not None
@@ -218,8 +221,6 @@ class WeaverSpeculator(DFlashSpeculator):
                 self.model_state.noise.load(slots, input_batch.idx_mapping_np[:rows])
         # Warm-up passes measure a GPU's memory and compile its kernels; a CPU has neither.
         self._weaves = not (dummy_run and self.device.type == "cpu")
-        # A batch too large for trees still adds to the drafter's context.
-        self._context_only = num_speculative_tokens == 0 and not dummy_run
         super().propose(
             input_batch,
             attn_metadata,
@@ -241,8 +242,7 @@ class WeaverSpeculator(DFlashSpeculator):
         )
         if self._context_only:
             self._context_only = False
-            slots = input_batch.idx_mapping
-            self.model_state.trees.num_nodes[slots] = 1
+            self.model_state.trees.num_nodes[input_batch.idx_mapping] = 1
             return torch.zeros(rows, self.budget, dtype=torch.int64, device=self.device)
         if dummy_run:
             return torch.zeros(rows, self.budget, dtype=torch.int64, device=self.device)
