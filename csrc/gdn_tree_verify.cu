@@ -64,7 +64,8 @@ struct Target {
                         "gdn_tree_verify: this PyTorch has no CUDA");
         cudaGetDevice(&before);
         if (before != device) cudaSetDevice(device);
-        STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(device, &stream));
+        STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0,
+                        "gdn_tree_verify: no current stream");
     }
     ~Target() {
         if (before != device) cudaSetDevice(before);

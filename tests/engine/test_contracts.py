@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -58,3 +60,26 @@ def test_only_compat_touches_private_names() -> None:
     for file in folder.glob("*.py"):
         if file.name != "compat.py":
             assert not private.search(file.read_text()), file.name
+
+
+ON_A_GPU = """
+import pkgutil, importlib, sys
+from unittest import mock
+import torch
+import vllm_weaver.engine as engine
+from vllm_weaver.engine import compat
+events = torch.Event, torch.cuda.Event
+with mock.patch.object(compat, "current_platform", mock.Mock(is_cpu=lambda: False)):
+    for module in pkgutil.iter_modules(engine.__path__):
+        if not module.name.startswith("cpu_"):
+            importlib.import_module(f"vllm_weaver.engine.{module.name}")
+    assert compat.broken_contracts() == []
+assert events == (torch.Event, torch.cuda.Event)
+assert "vllm.v1.worker.cpu.model_runner" not in sys.modules
+"""
+
+
+def test_events_of_cuda_stay_what_they_are_in_a_process_with_a_gpu() -> None:
+    """vLLM's CPU runner replaces them when it is imported, which breaks compilation there."""
+    done = subprocess.run([sys.executable, "-c", ON_A_GPU], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -240,7 +240,7 @@ def test_refused_in_one_line_before_any_process_starts(
 
 def test_what_is_not_spoilt_is_accepted(tiny_models: Models, tmp_path: Path) -> None:
     config = EngineArgs(**Case(tiny_models, tmp_path).arguments()).create_engine_config()
-    assert config.parallel_config.worker_cls == "vllm_weaver.engine.worker.WeaverCPUWorker"
+    assert config.parallel_config.worker_cls == "vllm_weaver.engine.cpu_worker.WeaverCPUWorker"
 
 
 def test_another_vllm_version_is_refused(
@@ -308,5 +308,5 @@ def test_command_line_carries_the_section(tiny_models: Models) -> None:
         ]
     )
     config = EngineArgs.from_cli_args(arguments).create_engine_config()
-    assert config.parallel_config.worker_cls == "vllm_weaver.engine.worker.WeaverCPUWorker"
+    assert config.parallel_config.worker_cls == "vllm_weaver.engine.cpu_worker.WeaverCPUWorker"
     assert config.additional_config["weaver"]["budget"] == 12

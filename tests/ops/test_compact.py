@@ -157,9 +157,11 @@ def test_caches_of_different_layout_move_together(backend) -> None:
 
 @both
 def test_nothing_to_do_is_fine(backend) -> None:
-    empty = torch.zeros(0, 3, dtype=torch.int32)
-    compact_kv(make_caches(torch.float32), empty, empty, empty[:, 0], backend=backend)
-    one = torch.zeros(1, 1, dtype=torch.int32)
+    device = "cuda" if CUDA and backend == "triton" else "cpu"
+    empty = torch.zeros(0, 3, dtype=torch.int32, device=device)
+    caches = [cache.to(device) for cache in make_caches(torch.float32)]
+    compact_kv(caches, empty, empty, empty[:, 0], backend=backend)
+    one = torch.zeros(1, 1, dtype=torch.int32, device=device)
     compact_kv([], one, one, one[:, 0], backend=backend)
 
 

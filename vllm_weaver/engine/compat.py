@@ -40,6 +40,7 @@ logger = init_logger(__name__)
 __all__ = [
     "ATTRIBUTES",
     "CONTRACTS",
+    "CPU_CONTRACTS",
     "FIELDS",
     "TRITON_KERNELS",
     "broken_contracts",
@@ -69,7 +70,6 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model": ("profile_only",),
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner": (),
-    "vllm.v1.worker.cpu_worker:CPUWorker.init_device": (),
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn": (
         "input_batch",
         "cudagraph_mode",
@@ -400,6 +400,11 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
     ),
 }
 
+#: The same, on a CPU only: importing these modules replaces PyTorch's CUDA events and streams.
+CPU_CONTRACTS: dict[str, tuple[str, ...]] = {
+    "vllm.v1.worker.cpu_worker:CPUWorker.init_device": (),
+}
+
 #: Triton kernels and launchers of vLLM that a CPU replaces -> names of their parameters.
 TRITON_KERNELS: dict[str, tuple[str, ...]] = {
     "vllm.v1.sample.ops.topk_topp_triton:apply_top_k_top_p_triton": (
@@ -468,7 +473,8 @@ def broken_contracts() -> list[str]:
         One line each: the name, what was expected and what was found. Empty if all hold.
     """
     broken = []
-    for name, expected in {**CONTRACTS, **TRITON_KERNELS}.items():
+    calls = {**CONTRACTS, **TRITON_KERNELS, **(CPU_CONTRACTS if current_platform.is_cpu() else {})}
+    for name, expected in calls.items():
         try:
             function = _resolve(name)
         except (ImportError, AttributeError) as error:
@@ -512,8 +518,8 @@ def use_worker(vllm_config: VllmConfig) -> None:
     """
     from vllm_weaver.engine.config import WeaverConfigError
 
-    ours = "vllm_weaver.engine.worker." + (
-        "WeaverCPUWorker" if current_platform.is_cpu() else "WeaverWorker"
+    ours = "vllm_weaver.engine." + (
+        "cpu_worker.WeaverCPUWorker" if current_platform.is_cpu() else "worker.WeaverWorker"
     )
     parallel = vllm_config.parallel_config
     if parallel.worker_cls not in ("auto", ours):

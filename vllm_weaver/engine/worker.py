@@ -7,8 +7,6 @@ import atexit
 from typing import Any
 
 import torch
-from vllm.v1.worker.cpu.model_runner import CPUModelRunner
-from vllm.v1.worker.cpu_worker import CPUWorker
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -62,10 +60,6 @@ class WeaverModelRunner(TreeRunnerMixin, GPUModelRunner):
     """Model runner on a GPU."""
 
 
-class WeaverCPUModelRunner(TreeRunnerMixin, CPUModelRunner):
-    """Model runner on a CPU."""
-
-
 class TreeWorkerMixin(_Worker):
     """What the GPU and the CPU worker share."""
 
@@ -105,12 +99,3 @@ class WeaverWorker(TreeWorkerMixin, Worker):
 
     def _make_model_runner(self) -> WeaverModelRunner:
         return WeaverModelRunner(self.vllm_config, self.device)
-
-
-class WeaverCPUWorker(TreeWorkerMixin, CPUWorker):
-    """Worker on a CPU."""
-
-    def init_device(self) -> None:
-        """Set the device up as vLLM does, then build our runner in place of its own."""
-        super().init_device()
-        self.model_runner = WeaverCPUModelRunner(self.vllm_config, self.device)

@@ -32,9 +32,8 @@ COMMIT = Backends("conv_commit", reference.commit_conv)
 PREFILL = Backends("causal_conv1d_prefill", reference.prefill_conv)
 
 _TRITON = "vllm_weaver.ops.conv.triton"
-# Not a default on any device: the last change of the exact commit awaits its check on a GPU.
-TREE.register("triton", f"{_TRITON}:tree_conv")
-COMMIT.register("triton", f"{_TRITON}:commit_conv")
+TREE.register("triton", f"{_TRITON}:tree_conv", default_on=("cuda",))
+COMMIT.register("triton", f"{_TRITON}:commit_conv", default_on=("cuda",))
 
 ACTIVATIONS = ("silu", None)
 

@@ -42,10 +42,9 @@ COMMIT: Backends[Callable[..., None]] = Backends("gdn_commit", reference.commit)
 PREFILL = Backends("gdn_prefill", reference.prefill)
 
 _TRITON = "vllm_weaver.ops.gdn.triton"
-# Not a default on any device: the last change of the exact commit awaits its check on a GPU.
-DECODE.register("triton", f"{_TRITON}_replay:decode")
-VERIFY.register("triton", f"{_TRITON}:tree_verify")
-COMMIT.register("triton", f"{_TRITON}_replay:commit")
+DECODE.register("triton", f"{_TRITON}_replay:decode", default_on=("cuda",))
+VERIFY.register("triton", f"{_TRITON}:tree_verify", default_on=("cuda",))
+COMMIT.register("triton", f"{_TRITON}_replay:commit", default_on=("cuda",))
 VERIFY.register("cuda", "vllm_weaver.ops.gdn.cuda:tree_verify")
 
 
