@@ -7,9 +7,11 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import architectures
 import pytest
+import torch
 import vllm
 from running import BUDGET, COMMON
 from vllm import LLM
@@ -19,6 +21,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 
 from vllm_weaver.adapter import WeaverAdapter, WeaverConfig, save
 from vllm_weaver.engine.config import SUPPORTED_ARCHITECTURES, WeaverConfigError
+from vllm_weaver.engine.gdn_layer import choose_kernel
 
 Models = dict[str, Path]
 
@@ -111,6 +114,10 @@ REFUSED: dict[str, tuple[Callable[[Case], Any], list[str]]] = {
     "rank check of another type": (
         lambda c: c.weaver.update(check_ranks="yes"),
         ["check_ranks is 'yes'", "true or false"],
+    ),
+    "unknown gdn_kernel": (
+        lambda c: c.weaver.update(gdn_kernel="numpy"),
+        ["gdn_kernel is 'numpy'", "choose one of auto, triton, cuda"],
     ),
     "shared_noise one": (
         lambda c: c.weaver.update(shared_noise=1),
@@ -310,3 +317,10 @@ def test_command_line_carries_the_section(tiny_models: Models) -> None:
     config = EngineArgs.from_cli_args(arguments).create_engine_config()
     assert config.parallel_config.worker_cls == "vllm_weaver.engine.cpu_worker.WeaverCPUWorker"
     assert config.additional_config["weaver"]["budget"] == 12
+
+
+def test_cuda_kernels_are_for_gpus() -> None:
+    layer = mock.Mock()
+    assert choose_kernel("auto", layer, torch.device("cpu")) == "triton"
+    with pytest.raises(WeaverConfigError, match="gdn_kernel is 'cuda', but it needs a GPU, and th"):
+        choose_kernel("cuda", layer, torch.device("cpu"))

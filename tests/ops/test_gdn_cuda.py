@@ -22,9 +22,17 @@ from oracles import rms_ratio
 from test_gdn import Case, expected_outputs, expected_state, make_case
 from torch import Tensor
 
-from vllm_weaver.ops import GdnStash, ancestor_words, gdn_commit, gdn_decode, gdn_gate
+from vllm_weaver.ops import (
+    GdnStash,
+    ancestor_words,
+    causal_conv1d_tree,
+    conv_table,
+    gdn_commit,
+    gdn_decode,
+    gdn_gate,
+)
 from vllm_weaver.ops.cuda import NotBuilt, build, load
-from vllm_weaver.ops.gdn import cuda
+from vllm_weaver.ops.gdn import cuda, triton_raw
 from vllm_weaver.ops.gdn.triton import GdnTritonStash
 
 NARROW = {torch.float16: 7e-4, torch.bfloat16: 2.1e-3}
@@ -535,3 +543,70 @@ def test_a_captured_graph_serves_other_trees_and_lengths(gpu: Machine, dtype: to
     graph.replay()
     torch.cuda.synchronize()
     assert_outputs_match(second, out.cpu())
+
+
+def test_raw_rows_go_through_the_convolution_and_leave_their_gates(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def convolve(x, state, slots, weight, num_nodes, table, bias, activation, *, out, stash):
+        """The convolution's kernel, which needs a GPU, by its definition."""
+        assert out is None and stash is None and table is not None
+        return causal_conv1d_tree(
+            *(x, state, slots, weight, case.parents, num_nodes),
+            bias=bias,
+            activation=activation,
+            backend="reference",
+        )
+
+    if machine.device == "cpu":
+        monkeypatch.setattr(triton_raw, "tree_conv", convolve)
+    case = machine.moved(make_case([oracles.wide(20), oracles.chain(9)], dtype=BF16, heads=(1, 2)))
+    R, T, HV = case.g.shape
+    gen = torch.Generator().manual_seed(5)
+
+    def drawn(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.randn(*shape, generator=gen).to(dtype).to(machine.device)
+
+    C = 2 * 64 + HV * 64
+    x, history, taps = drawn(R, T, C), drawn(6, 3, C), drawn(C, 4)
+    a, b = drawn(R, T, HV), drawn(R, T, HV)
+    A_log, dt_bias = drawn(HV, dtype=torch.float32), drawn(HV, dtype=torch.float32)
+    words = ancestor_words(case.parents, case.num_nodes)
+    out, stash = triton_raw.tree_verify_raw(
+        *(x, history, taps, a, b, A_log, dt_bias, case.state, case.slots, case.num_nodes, words),
+        *(conv_table(case.parents, case.num_nodes, 4), 1),
+        backend="cuda",
+    )
+    y, _ = causal_conv1d_tree(
+        *(x, history, case.slots, taps, case.parents, case.num_nodes), backend="reference"
+    )
+    q, k, v = (part.unflatten(-1, (-1, 64)) for part in y.split([64, 64, HV * 64], -1))
+    g, beta = gdn_gate(a, b, A_log, dt_bias)
+    expected, _ = replace(case, q=q, k=k, v=v, g=g, beta=beta).verify(backend="reference")
+    for r, tree in enumerate(case.trees):
+        live = slice(0, len(tree))
+        assert rms_ratio(out[r, live].cpu(), expected[r, live].cpu()) < 2 * NARROW[BF16]
+        torch.testing.assert_close(stash.g_RTH[r, live], g[r, live], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(stash.beta_RTH[r, live], beta[r, live], rtol=1e-4, atol=1e-5)
+    assert stash.backend == "triton" and torch.equal(stash.conv.x, x)
+
+
+def test_raw_rows_know_two_backends() -> None:
+    nothing = torch.empty(0)
+    with pytest.raises(ValueError, match="raw rows have backends triton and cuda, not 'numpy'"):
+        triton_raw.tree_verify_raw(*[nothing] * 12, 1, backend="numpy")
+
+
+def test_what_the_kernel_cannot_serve_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise NotBuilt("the CUDA kernels are not built: run this")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(cuda, "load", missing)
+    assert "head dims (64, 128), got K = 96" in str(cuda.why_not(96, 96, BF16, torch.float32))
+    assert "16-bit rows" in str(cuda.why_not(64, 64, torch.float32, torch.float32))
+    assert "not built: run this" in str(cuda.why_not(64, 64, BF16, torch.float32))
+    monkeypatch.setattr(cuda, "load", lambda: None)
+    assert cuda.why_not(64, 64, BF16, torch.float32) is None
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert "capability 9.0, not 8.0" in str(cuda.why_not(64, 64, BF16, torch.float32))

@@ -14,6 +14,7 @@ import oracles
 import pytest
 import torch
 from interpreter import (
+    CUDA,
     DEVICE,
     INTERPRETED,
     assert_passes_interpreted,
@@ -579,7 +580,11 @@ def test_raw_rows_give_the_outputs_and_the_commits_bits_of_rows_convolved_before
     states = case.state.clone(), case.state.clone()
     commit(stash, path, length, states[0], case.slots)
     commit(raw, path, length, states[1], case.slots)
-    assert torch.equal(*states)
+    if CUDA and dtype == torch.float32:
+        # A float32 row's norm is summed in the order of the layout that its load gets.
+        assert rms_ratio(*states) < 1e-6
+    else:
+        assert torch.equal(*states)
     histories = history.clone(), history.clone()
     conv_commit(conv, path.to(DEVICE), length.to(DEVICE), histories[0], case.slots)
     conv_commit(raw.conv, path.to(DEVICE), length.to(DEVICE), histories[1], case.slots)

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+GDN_KERNELS = ("auto", "triton", "cuda")
 PROPOSALS = ("weaver", "ddtree", "chain")
 MIN_BUDGET, MAX_BUDGET = 1, 255
 
@@ -56,6 +57,8 @@ class WeaverOptions:
         adapter_tables: on a GPU without tensor parallelism, fold the adapter's outer projections
             into tables of the vocabulary at start-up (``WeaverAdapter.precompute``): 2 V r numbers
             of memory for less to read in every step.
+        gdn_kernel: verification of GDN layers on a GPU: ``triton``, ``cuda`` (compiled beforehand,
+            for Hopper), or ``auto``, which takes ``cuda`` where it is compiled and fits.
         check_ranks: compare the trees of all tensor-parallel ranks after every proposal and stop
             on a difference (a debugging aid: one small collective per step).
     """
@@ -70,6 +73,7 @@ class WeaverOptions:
     adapt: bool = False
     shared_noise: bool | str = "auto"
     adapter_tables: bool = True
+    gdn_kernel: str = "auto"
     check_ranks: bool = False
 
     @classmethod
@@ -123,6 +127,10 @@ class WeaverOptions:
         if not isinstance(self.shared_noise, bool) and self.shared_noise != "auto":
             raise WeaverConfigError(
                 f"weaver: shared_noise is {self.shared_noise!r}; pass true, false or 'auto'"
+            )
+        if self.gdn_kernel not in GDN_KERNELS:
+            raise WeaverConfigError(
+                f"weaver: gdn_kernel is {self.gdn_kernel!r}; choose one of {', '.join(GDN_KERNELS)}"
             )
         ranges = {
             "budget": (MIN_BUDGET, MAX_BUDGET),

@@ -31,8 +31,11 @@ from vllm_weaver.ops import (
     gdn_prefill,
     gdn_tree_verify,
 )
+from vllm_weaver.ops.gdn import cuda
 from vllm_weaver.ops.gdn.triton_raw import GdnRawStash
 from vllm_weaver.ops.gdn.triton_raw import tree_verify_raw as gdn_tree_verify_raw
+
+logger = compat.init_logger(__name__)
 
 
 @dataclass
@@ -124,6 +127,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         self._gates: torch.Tensor | None = None
         self._shared: torch.Tensor | None = None
         self._max_depth: int | None = None
+        self._kernel = "triton"
         self._views: dict[tuple[int, int], GdnRawStash] = {}
         if self.trees:
             self.enable_fused_gdn_spec_decode = False
@@ -301,6 +305,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
             self.num_k_heads // self.tp_size,
             activation=self.activation,
             max_depth=self._max_depth,
+            backend=self._kernel,
             rows=scratch,
             out=out[: step.num_tokens].unflatten(0, (requests, rows)) if direct else None,
             stash=stash,
@@ -319,12 +324,13 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         """Channels C of the convolution on this rank: q | k | v."""
         return (2 * self.key_dim + self.value_dim) // self.tp_size
 
-    def reserve(self, entries: int, depth: int, shared: torch.Tensor) -> int:
+    def reserve(self, entries: int, depth: int, kernel: str, shared: torch.Tensor) -> int:
         """Reserve the stash of up to ``entries`` nodes.
 
         Args:
             entries: most nodes of a batch.
             depth: deepest level of a tree.
+            kernel: ``triton`` or ``cuda``.
             shared: room for the convolved rows of a batch, [entries * C], of all layers.
 
         Returns:
@@ -333,7 +339,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         heads = self.num_v_heads // self.tp_size
         self._rows = torch.empty_like(shared)
         self._gates = torch.empty((2, entries * heads), dtype=torch.float32, device=shared.device)
-        self._shared, self._max_depth = shared, depth
+        self._shared, self._max_depth, self._kernel = shared, depth, kernel
         return self._rows.nbytes + self._gates.nbytes
 
     def _fits(self, requests: int, rows: int) -> bool:
@@ -487,8 +493,33 @@ def commit_layers(
         )
 
 
+def choose_kernel(wanted: str, layer: TreeGatedDeltaNet, device: torch.device) -> str:
+    """Which kernel verifies trees: ``triton`` or ``cuda``.
+
+    Args:
+        wanted: ``WeaverOptions.gdn_kernel``.
+        layer: one of the target's GDN layers.
+        device: where it runs.
+
+    Raises:
+        WeaverConfigError: ``cuda`` is wanted and cannot run here.
+    """
+    if wanted == "triton":
+        return wanted
+    if device.type == "cuda":
+        rows, state = layer.get_state_dtype()
+        why_not = cuda.why_not(layer.head_k_dim, layer.head_v_dim, rows, state)
+    else:
+        why_not = f"it needs a GPU, and this is {device.type}"
+    if why_not is None:
+        return "cuda"
+    if wanted == "cuda":
+        raise WeaverConfigError(f"weaver: gdn_kernel is 'cuda', but {why_not}; or choose 'auto'")
+    return "triton"
+
+
 def reserve_stashes(
-    layers: list[TreeGatedDeltaNet], entries: int, depth: int, device: torch.device
+    layers: list[TreeGatedDeltaNet], entries: int, depth: int, device: torch.device, kernel: str
 ) -> int:
     """Give layers on a GPU the memory that their trees are verified in.
 
@@ -500,15 +531,20 @@ def reserve_stashes(
         entries: most nodes of a batch.
         depth: deepest level of a tree.
         device: where they run.
+        kernel: ``WeaverOptions.gdn_kernel``.
 
     Returns:
         Bytes reserved; 0 on a CPU, where the references make what they need.
     """
-    if not layers or not layers[0].runs_kernels(device):
+    if not layers:
         return 0
+    chosen = choose_kernel(kernel, layers[0], device)
+    if not layers[0].runs_kernels(device):
+        return 0
+    logger.info("vllm-weaver: GDN layers verify trees with the %s kernel", chosen)
     channels, dtype = layers[0].conv_channels(), layers[0].get_state_dtype()[0]
     shared = torch.empty(entries * channels, dtype=dtype, device=device)
     total = shared.nbytes
     for layer in layers:
-        total += layer.reserve(entries, depth, shared)
+        total += layer.reserve(entries, depth, chosen, shared)
     return total

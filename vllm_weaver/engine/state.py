@@ -300,7 +300,10 @@ class HybridTreeState(TreeStateMixin, MambaHybridModelState):
         super().__init__(*args, **kwargs)
         self._gdn_groups: list[list[TreeGatedDeltaNet]] = []
         self._metadata: dict[str, Any] = {}
-        nbytes = reserve_stashes(self._gdn_layers(), self.max_step_rows, self.depth, self.device)
+        nbytes = reserve_stashes(
+            *(self._gdn_layers(), self.max_step_rows, self.depth, self.device),
+            self.options.gdn_kernel,
+        )
         if nbytes:
             logger.info(
                 "vllm-weaver: %.2f GiB reserved for the states' commit (%d rows a step)",

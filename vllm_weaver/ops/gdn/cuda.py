@@ -22,6 +22,7 @@ HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 GATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+CAPABILITY = (9, 0)
 MAX_ROWS = 256
 OP = "gdn_tree_verify"
 
@@ -116,7 +117,7 @@ def launch_verify(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
     out: Tensor | None,
-    form: Form | None,
+    form: Form | None = None,
 ) -> Tensor:
     """Launch the kernel into the stash buffers given: k and v (or neither), and the gates.
 
@@ -161,6 +162,28 @@ def launch_verify(
         *form,
     )
     return out
+
+
+def why_not(K: int, V: int, rows: torch.dtype, state: torch.dtype) -> str | None:
+    """Why the kernel cannot serve a model on this machine's GPU, in one line; None if it can.
+
+    Args:
+        K, V: head dims.
+        rows: dtype of q, k and v.
+        state: dtype of the recurrent states.
+    """
+    if K not in HEAD_DIMS or V not in HEAD_DIMS:
+        return f"it takes head dims {HEAD_DIMS}, got K = {K} and V_h = {V}"
+    if rows not in DTYPES or state not in STATE_DTYPES:
+        return f"it takes 16-bit rows and float32 or bfloat16 states, got {rows} and {state}"
+    capability = torch.cuda.get_device_capability()
+    if capability != CAPABILITY:
+        return f"it is compiled for compute capability 9.0, not {capability[0]}.{capability[1]}"
+    try:
+        load()
+    except NotBuilt as error:
+        return str(error)
+    return None
 
 
 def check_supported(

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Gated DeltaNet verification from the raw rows before the convolution, in Triton.
+"""Gated DeltaNet verification from the raw rows before the convolution, on a GPU.
 
 The convolution and the verification in two launches, with the least stash: the raw rows, which the
 convolution's commit needs anyway, and the gates. The exact commit makes k and v again from them.
@@ -10,12 +10,15 @@ The module knows nothing of vLLM.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from vllm_weaver.ops.conv.reference import ConvStash
 from vllm_weaver.ops.conv.triton import tree_conv
+from vllm_weaver.ops.dispatch import refuse
+from vllm_weaver.ops.gdn import cuda
 from vllm_weaver.ops.gdn.triton import Tiling, launch_verify
 
 
@@ -71,6 +74,7 @@ def tree_verify_raw(
     rows: Tensor | None = None,
     out: Tensor | None = None,
     stash: GdnRawStash | None = None,
+    backend: str = "triton",
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, GdnRawStash]:
     """`causal_conv1d_tree`, `gdn_gate` and `gdn_tree_verify` of one layer (spec section 5).
@@ -99,9 +103,17 @@ def tree_verify_raw(
                                                           overwritten
     =============  ====================  =======  ======  ==========================================
 
+    Args:
+        backend: of the verification, "triton" or "cuda" (`csrc/README.md` says how to build it);
+            "triton" commits the stash of both.
+        tiling: of "triton"; None chooses.
+
     Raises:
-        ValueError: head dim, number of rows, dtype, stride or device that the kernels do not take.
+        ValueError: unknown backend, or head dim, number of rows, dtype, stride or device that the
+            kernels do not take.
     """
+    if backend not in ("triton", "cuda"):
+        refuse("gdn_tree_verify", f"raw rows have backends triton and cuda, not {backend!r}")
     R, T, _ = x.shape
     HV, V, K = state.shape[1:]
     conv = None if stash is None else stash.conv
@@ -117,7 +129,12 @@ def tree_verify_raw(
             *(gates[0], gates[1], key_heads, qk_l2norm),
         )
     q, k, v = y.split([key_heads * K, key_heads * K, HV * V], dim=-1)
-    out = launch_verify(
+    verify = (
+        cuda.launch_verify
+        if backend == "cuda"
+        else partial(launch_verify, max_depth=max_depth, tiling=tiling)
+    )
+    out = verify(
         (q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V)), a, b),
         state,
         state_indices,
@@ -129,9 +146,7 @@ def tree_verify_raw(
         stash_gates=(stash.g_RTH, stash.beta_RTH),
         A_log=A_log,
         dt_bias=dt_bias,
-        max_depth=max_depth,
         out=out,
-        tiling=tiling,
     )
     return out, replace(
         stash,
