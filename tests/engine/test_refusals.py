@@ -119,6 +119,10 @@ REFUSED: dict[str, tuple[Callable[[Case], Any], list[str]]] = {
         lambda c: c.weaver.update(gdn_kernel="numpy"),
         ["gdn_kernel is 'numpy'", "choose one of auto, triton, cuda"],
     ),
+    "unknown attention_kernel": (
+        lambda c: c.weaver.update(attention_kernel="fa2"),
+        ["attention_kernel is 'fa2'", "choose one of auto, triton, fa3"],
+    ),
     "shared_noise one": (
         lambda c: c.weaver.update(shared_noise=1),
         ["shared_noise is 1", "true, false or 'auto'"],

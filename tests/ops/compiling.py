@@ -43,7 +43,8 @@ def compile_kernel(
 
     Returns:
         Registers and spilled bytes a thread, shared bytes a block; whether wgmma is used, how many
-        loads of 16 bytes and how many reductions over a warp there are.
+        loads of 16 bytes and how many reductions over a warp there are; for each loop with wgmma
+        its instructions and how many of them read or write spilled registers.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -56,13 +57,17 @@ def compile_kernel(
             multiples[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = subprocess.run(
-            [tool, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-        ).stdout
+        usage, code = (
+            subprocess.run([*command, file.name], capture_output=True, text=True, check=True).stdout
+            for command in (
+                [tools / "cuobjdump", "--dump-resource-usage"],
+                [tools / "nvdisasm", "--print-code"],
+            )
+        )
     found, ptx = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)), compiled.asm["ptx"]
     return {
         "registers": int(found["REG"]),
@@ -71,7 +76,31 @@ def compile_kernel(
         "wgmma": "wgmma" in ptx,
         "loads_of_16_bytes": len(re.findall(r"ld\.global\S*\.v(?:4\.b32|2\.b64)", ptx)),
         "warp_reductions": len(re.findall(r"redux\.sync", ptx)),
+        "wgmma_loops": wgmma_loops(code),
     }
+
+
+def wgmma_loops(code: str) -> list[dict[str, int]]:
+    """Loops of disassembled code that have wgmma and no other such loop inside, in their order."""
+    labels: dict[str, int] = {}
+    lines: list[str] = []
+    loops: list[tuple[int, int]] = []
+    for line in code.splitlines():
+        if label := re.match(r"(\.L_x_\d+):", line):
+            labels[label[1]] = len(lines)
+        elif re.search(r"/\*[0-9a-f]{4,}\*/", line):
+            lines.append(line)
+            back = re.search(r"\bBRA\b.*`\((\.L_x_\d+)\)", line)
+            if back and back[1] in labels:
+                loops.append((labels[back[1]], len(lines)))
+    found = []
+    for first, last in loops:
+        body = lines[first:last]
+        within = any((a, b) != (first, last) and first <= a and b <= last for a, b in loops)
+        if not within and any("HGMMA" in line for line in body):
+            spills = sum(bool(re.search(r"\b(LDL|STL)\b", line)) for line in body)
+            found.append({"instructions": len(body), "spill_accesses": spills})
+    return found
 
 
 def figures_of(file: str, arch: int) -> dict[str, dict[str, Any]]:

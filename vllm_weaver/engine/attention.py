@@ -128,6 +128,7 @@ def attend_trees(
     value_cache: torch.Tensor,
     output: torch.Tensor,
     scale: float,
+    backend: str | None = None,
 ) -> None:
     """Attention of the leading rows of a batch, which are nodes of trees.
 
@@ -137,6 +138,7 @@ def attend_trees(
         key, value: fresh rows [tokens, HKV, D_h].
         key_cache, value_cache: [blocks, block_size, HKV, D_h].
         scale: score scale.
+        backend: of the op; None takes the device's default.
     """
     step = metadata.step
     out = tree_attention(
@@ -150,6 +152,7 @@ def attend_trees(
         step.tree.ancestors,
         step.tree.num_nodes,
         scale=scale,
+        backend=backend,
     )
     output[: step.num_tokens] = step.layout.flatten(out).view_as(output[: step.num_tokens])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -22,6 +23,9 @@ from vllm_weaver.engine.attention import (
     TreeMetadata,
     attend_trees,
 )
+from vllm_weaver.engine.compat import flash_attention_prefix
+from vllm_weaver.engine.config import options_of, requested
+from vllm_weaver.ops.attention.tail import enable_fa3
 
 
 class TreeFlashAttentionMetadataBuilder(TreeAttentionBuilderMixin, FlashAttentionMetadataBuilder):
@@ -30,6 +34,14 @@ class TreeFlashAttentionMetadataBuilder(TreeAttentionBuilderMixin, FlashAttentio
 
 class TreeFlashAttentionImpl(TreeAttentionImplMixin, FlashAttentionImpl):
     """Attention of one layer."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.tree_backend: str | None = None
+        config = get_current_vllm_config()
+        if requested(config) and options_of(config).attention_kernel == "fa3":
+            enable_fa3(flash_attention_prefix(self.vllm_flash_attn_version))
+            self.tree_backend = "fa3"
 
     def forward(
         self,
@@ -57,7 +69,10 @@ class TreeFlashAttentionImpl(TreeAttentionImplMixin, FlashAttentionImpl):
                 output_block_scale,
             )
         keys, values = self.cache_views(kv_cache)
-        attend_trees(attn_metadata, query, key, value, keys, values, output, self.scale)
+        attend_trees(
+            *(attn_metadata, query, key, value, keys, values, output, self.scale),
+            backend=self.tree_backend,
+        )
         if attn_metadata.linear is not None:
             first = attn_metadata.step.num_tokens
             super().forward(

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from vllm_weaver.engine.sizes import StepTimes
+    from vllm_weaver.ops.attention.flash import FlashPrefix
 
 logger = init_logger(__name__)
 
@@ -45,6 +46,7 @@ __all__ = [
     "TRITON_KERNELS",
     "broken_contracts",
     "choose_backends",
+    "flash_attention_prefix",
     "get_tensor_model_parallel_rank",
     "get_tensor_model_parallel_world_size",
     "init_logger",
@@ -648,6 +650,35 @@ def choose_backends(vllm_config: VllmConfig) -> None:
 
 #: vLLM's own bound for graphs on Hopper, in tokens.
 _DEFAULT_CAPTURE_TOKENS = 512
+
+
+def flash_attention_prefix(version: int | None) -> FlashPrefix:
+    """vLLM's FlashAttention 3 as the kernel of the context in tree attention.
+
+    Args:
+        version: of FlashAttention, as vLLM chose it for the layer.
+
+    Raises:
+        WeaverConfigError: vLLM uses another version on this GPU, or its function has changed.
+    """
+    from vllm.v1.attention.backends import fa_utils
+
+    from vllm_weaver.engine.config import WeaverConfigError
+    from vllm_weaver.ops.attention.flash import ARGUMENTS, FlashPrefix
+
+    if version != 3:
+        raise WeaverConfigError(
+            f"weaver: attention_kernel is 'fa3', but vLLM runs FlashAttention {version} here; it "
+            "needs a Hopper GPU: set it to 'triton'"
+        )
+    function = fa_utils.flash_attn_varlen_func
+    missing = [x for x in ARGUMENTS if x not in inspect.signature(function).parameters]
+    if missing:
+        raise WeaverConfigError(
+            f"weaver: vLLM's flash_attn_varlen_func takes no {', '.join(missing)}: set "
+            "attention_kernel to 'triton'"
+        )
+    return FlashPrefix(function, version=version)
 
 
 def choose_tree_sizes(vllm_config: VllmConfig, rows_per_step: int) -> None:

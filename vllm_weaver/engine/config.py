@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+ATTENTION_KERNELS = ("auto", "triton", "fa3")
 GDN_KERNELS = ("auto", "triton", "cuda")
 PROPOSALS = ("weaver", "ddtree", "chain")
 MIN_BUDGET, MAX_BUDGET = 1, 255
@@ -59,6 +60,9 @@ class WeaverOptions:
             of memory for less to read in every step.
         gdn_kernel: verification of GDN layers on a GPU: ``triton``, ``cuda`` (compiled beforehand,
             for Hopper), or ``auto``, which takes ``cuda`` where it is compiled and fits.
+        attention_kernel: how a GPU attends to trees: ``triton`` (our kernel), ``fa3`` (vLLM's
+            FlashAttention 3 for the context and our kernel for the tree, on Hopper) or ``auto``,
+            which is ``triton``.
         check_ranks: compare the trees of all tensor-parallel ranks after every proposal and stop
             on a difference (a debugging aid: one small collective per step).
     """
@@ -74,6 +78,7 @@ class WeaverOptions:
     shared_noise: bool | str = "auto"
     adapter_tables: bool = True
     gdn_kernel: str = "auto"
+    attention_kernel: str = "auto"
     check_ranks: bool = False
 
     @classmethod
@@ -131,6 +136,11 @@ class WeaverOptions:
         if self.gdn_kernel not in GDN_KERNELS:
             raise WeaverConfigError(
                 f"weaver: gdn_kernel is {self.gdn_kernel!r}; choose one of {', '.join(GDN_KERNELS)}"
+            )
+        if self.attention_kernel not in ATTENTION_KERNELS:
+            raise WeaverConfigError(
+                f"weaver: attention_kernel is {self.attention_kernel!r}; choose one of "
+                f"{', '.join(ATTENTION_KERNELS)}"
             )
         ranges = {
             "budget": (MIN_BUDGET, MAX_BUDGET),

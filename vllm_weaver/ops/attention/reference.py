@@ -16,6 +16,8 @@ from torch import Tensor
 
 from vllm_weaver.ops.dispatch import refuse
 
+CACHE_FLOAT8 = torch.float8_e4m3fn
+"""The type of a quantised cache."""
 CONTEXT_CHUNK = 4096
 """Context tokens gathered at a time: bounds the scratch memory of long contexts."""
 
@@ -66,6 +68,16 @@ def ancestor_mask(ancestors_RTW: Tensor, num_columns: int) -> Tensor:
     return ((words >> (column % 64)) & 1).bool()
 
 
+def round_to_cache(rows: Tensor, scale: Tensor) -> Tensor:
+    """Fresh rows as a float8 cache with this scale holds them, in its type.
+
+    vLLM's cache writer does the same: division by the scale in float32, saturation, rounding to
+    the nearest even number.
+    """
+    limit = torch.finfo(CACHE_FLOAT8).max
+    return (rows.float() / scale).clamp(-limit, limit).to(CACHE_FLOAT8)
+
+
 def tree_attention_reference(
     q: Tensor,
     k_new: Tensor,
@@ -78,6 +90,8 @@ def tree_attention_reference(
     num_nodes: Tensor,
     *,
     scale: float,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
     context_chunk: int = CONTEXT_CHUNK,
 ) -> Tensor:
     """The definition of `vllm_weaver.ops.attention.tree_attention`, which has the tensor table.
@@ -100,12 +114,18 @@ def tree_attention_reference(
         # Zeroed before any product: 0 * NaN would leak a dead row through the masked softmax.
         return x.masked_fill(~alive_RT[..., None, None], 0.0).to(dtype)
 
+    def stored(x: Tensor, cache_scale: Tensor | None) -> Tensor:
+        if cache_scale is None:
+            return x.to(dtype)
+        return x.to(dtype) * cache_scale.to(dtype)
+
+    if k_scale is not None and v_scale is not None:
+        k_new, v_new = round_to_cache(k_new, k_scale), round_to_cache(v_new, v_scale)
+    k_RTJK, v_RTJK = fresh(stored(k_new, k_scale)), fresh(stored(v_new, v_scale))
     q_RJMK = (fresh(q) * scale).view(R, T, J, G, K).permute(0, 2, 1, 3, 4).reshape(R, J, T * G, K)
     keep_RTT = ancestor_mask(ancestors, T) & alive_RT[:, None, :] & alive_RT[:, :, None]
     keep_R1MT = keep_RTT[:, None, :, None, :].expand(R, 1, T, G, T).reshape(R, 1, T * G, T)
-    out, lse = _attend(
-        q_RJMK, fresh(k_new).transpose(1, 2), fresh(v_new).transpose(1, 2), keep_R1MT
-    )
+    out, lse = _attend(q_RJMK, k_RTJK.transpose(1, 2), v_RTJK.transpose(1, 2), keep_R1MT)
 
     shortest, longest = (int(n) for n in context_lens.aminmax())
     capacity = block_table.shape[1] * k_cache.shape[1]
@@ -120,8 +140,8 @@ def tree_attention_reference(
         whole = start + len(position_C) <= shortest
         inside_RC = None if whole else position_C < context_lens[:, None]
         k_RJCK, v_RJCK = (
-            _gather_context(cache, block_table, position_C, inside_RC).to(dtype)
-            for cache in (k_cache, v_cache)
+            stored(_gather_context(cache, block_table, position_C, inside_RC), cache_scale)
+            for cache, cache_scale in ((k_cache, k_scale), (v_cache, v_scale))
         )
         keep = None if inside_RC is None else inside_RC[:, None, None, :]
         out, lse = merge_attention(out, lse, *_attend(q_RJMK, k_RJCK, v_RJCK, keep))
@@ -146,10 +166,14 @@ def _gather_context(
     block_RC = block_table[:, position_C // page].long()
     if inside_RC is not None:
         block_RC = block_RC.masked_fill(~inside_RC, 0)
+    kept = cache.dtype
+    if kept == CACHE_FLOAT8:
+        # Indexing and filling lack float8: bytes are gathered, and the byte 0 is the number 0.
+        cache = cache.view(torch.uint8)
     rows_RCJK = cache[block_RC, position_C % page]
     if inside_RC is not None:
-        rows_RCJK = rows_RCJK.masked_fill(~inside_RC[..., None, None], 0.0)
-    return rows_RCJK.transpose(1, 2)
+        rows_RCJK = rows_RCJK.masked_fill(~inside_RC[..., None, None], 0)
+    return rows_RCJK.view(kept).transpose(1, 2)
 
 
 def _attend(
