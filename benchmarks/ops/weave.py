@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of a weave on a GPU, from marginal logits to finished trees, each after its check.
 
-    python -m benchmarks.ops.weave [--quick] [--tune] [--out FILE]
+    python -m benchmarks.ops.weave [--quick] [--out FILE]
+    python -m benchmarks.ops.weave --tune [--out FILE]      # see weave_tune.py
     TRITON_INTERPRET=1 python -m benchmarks.ops.weave --interpret
 
 Shapes are the published adapter's at Qwen3.6-27B's width and vocabulary, weights and states are
@@ -26,8 +27,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ import triton
 from torch import Tensor
 
 from vllm_weaver.adapter import AdapterTables, WeaverAdapter, WeaverConfig
-from vllm_weaver.adapter.triton import Tiling, choose_tiling, launch_linear, linear_scratch
+from vllm_weaver.adapter.tiling import Tiling, choose_tiling, linear_scratch
+from vllm_weaver.adapter.triton import launch_linear
 from vllm_weaver.ops import top_pool
 from vllm_weaver.tree import DraftTree, build_weaver_tree
 from vllm_weaver.weave import TreeWeaver
@@ -44,7 +46,8 @@ from vllm_weaver.weave import TreeWeaver
 WORTH_LIMIT = 0.05
 """Relative difference of the trees' sums of path probabilities that bfloat16 may make."""
 COPIES = 4
-TREE_FIELDS = tuple(field.name for field in fields(DraftTree))
+DEVICE = "cuda"
+TREE_FIELDS = tuple(part.name for part in fields(DraftTree))
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class Shape:
 
 
 FULL = Shape()
+SMALL = Shape(vocab=500, width=96, rank=64, heads=4, mlp=80, depth=6, pool=40)
 TOY = Shape(vocab=300, width=32, rank=16, heads=2, mlp=20, depth=4, pool=6)
 
 
@@ -214,39 +218,57 @@ def check_small_trees(checks: Checks, device: str, small: Shape) -> None:
         checks.note(f"float32 trees, {variant}, R={R}, B={budget}, tables={tables}", same, same)
 
 
-def check_full_trees(
-    checks: Checks, step: Step, tables: AdapterTables, budget: int, overlap: bool
-) -> bool:
-    """Whether overlapping launches hold, too: without them the rest is still worth timing."""
-    expected = step.worth(step.define(budget))
-    first: DraftTree | None = None
-    variants: list[tuple[str, AdapterTables | None, bool]] = [
-        ("raw", None, False),
-        ("tables", tables, False),
-    ]
+@dataclass(frozen=True)
+class Form:
+    """One way to weave: with tables or without, and options of `TreeWeaver`.
+
+    An `optional` one may fail its checks: the rest is still worth timing.
+    """
+
+    name: str
+    tables: bool
+    options: dict[str, Any] = field(default_factory=dict)
+    optional: bool = False
+
+    def weaver(self, step: Step, budget: int, tables: AdapterTables) -> TreeWeaver:
+        return step.weaver(budget, tables if self.tables else None, **self.options)
+
+
+def forms_of(overlap: bool) -> list[Form]:
+    forms = [Form("raw", False), Form("tables", True)]
     if overlap:
-        variants.append(("tables, overlap", tables, True))
-    for name, made, overlapped in variants:
-        label = f"R={step.R}, B={budget}, {name}"
+        forms.append(Form("tables, overlap", True, {"overlap": True}, True))
+        forms.append(Form("tables, persistent", True, {"persistent": True}, True))
+    return forms
+
+
+def check_full_trees(
+    checks: Checks, step: Step, tables: AdapterTables, budget: int, forms: list[Form]
+) -> list[Form]:
+    """The forms that hold."""
+    expected = step.worth(step.define(budget))
+    good = []
+    for form in forms:
+        label = f"R={step.R}, B={budget}, {form.name}"
         try:
-            weaver = step.weaver(budget, made, overlap=overlapped)
+            weaver = form.weaver(step, budget, tables)
             trees = [kept(step.weave(weaver)) for _ in range(5)]
             trees[0].validate()
+            if weaver.stalled():
+                raise RuntimeError("the programs of a persistent launch did not run at once")
         except Exception as error:
-            return checks.note(f"builds, {label}", repr(error)[:200], False, overlapped)
+            checks.note(f"builds, {label}", repr(error)[:200], False, form.optional)
+            continue
         again = all(same_trees(tree, trees[0]) for tree in trees)
-        good = checks.note(f"equal bits in 5 builds, {label}", again, again, overlapped)
-        if made is not None:
-            first = first or trees[0]
-            alike = same_trees(trees[0], first)
-            good &= checks.note(f"bits of the first form, {label}", alike, alike, overlapped)
+        holds = checks.note(f"equal bits in 5 builds, {label}", again, again, form.optional)
         difference = float((step.worth(trees[0]) / expected - 1).abs().max())
-        name = f"worth against the definition's, {label}"
-        good &= checks.note(name, round(difference, 5), difference < WORTH_LIMIT, overlapped)
-    return good and overlap
+        name, close = f"worth against the definition's, {label}", difference < WORTH_LIMIT
+        if checks.note(name, round(difference, 5), close, form.optional) and holds:
+            good.append(form)
+    return good
 
 
-def time_graph(calls: list[Callable[[], object]], replays: int) -> float:
+def time_graph(calls: Sequence[Callable[[], object]], replays: int) -> float:
     """Microseconds per call: the median replay of one graph that holds all calls."""
     for call in calls:
         call()
@@ -276,15 +298,17 @@ class Bench:
         self.results: list[dict[str, Any]] = []
 
     def time(
-        self, part: str, variant: str, R: int, B: int | None, calls: list[Callable[[], object]]
-    ) -> None:
+        self, part: str, variant: str, R: int, B: int | None, calls: Sequence[Callable[[], object]]
+    ) -> float | None:
+        """Microseconds; None for what fails, which beside others is left out."""
         try:
             us = round(time_graph(calls, self.replays), 2)
-        except Exception as error:  # beside others' kernels, one that fails is left out
+        except Exception as error:
             print(f"{part} {variant} R={R} B={B}: {error!r}"[:300], flush=True)
-            return
+            return None
         self.results.append({"part": part, "variant": variant, "R": R, "B": B, "us": us})
         print(f"{part:12s} {variant:40s} R={R:3d} B={B or '':>4} {us:9.2f} us", flush=True)
+        return us
 
 
 def bench_pools(bench: Bench, step: Step) -> None:
@@ -307,30 +331,26 @@ def bench_pools(bench: Bench, step: Step) -> None:
 
 
 def bench_weave(
-    bench: Bench, step: Step, tables: AdapterTables, budget: int, overlap: bool, plain: bool
+    bench: Bench,
+    step: Step,
+    tables: AdapterTables,
+    budget: int,
+    forms: list[Form],
+    plain: bool = False,
+    parts: bool = True,
 ) -> None:
-    hidden, pools = step.hidden, step.pools
-    forms: list[tuple[str, AdapterTables | None, bool]] = [
-        ("raw", None, False),
-        ("tables", tables, False),
-    ]
-    if overlap:
-        forms += [("raw, overlap", None, True), ("tables, overlap", tables, True)]
-    for name, made, overlapped in forms:
-        weaver = step.weaver(budget, made, overlap=overlapped)
+    hidden, pools, R = step.hidden, step.pools, step.R
+    for form in forms:
+        name = form.name
+        weaver = form.weaver(step, budget, tables)
 
         def prefix(weaver: TreeWeaver = weaver) -> None:
-            weaver._start(step.R, hidden)
-            weaver._run_prefix(step.R)
-
-        def rounds(weaver: TreeWeaver = weaver) -> None:
-            for index in range(weaver.rounds):
-                query, squares = weaver._run_nodes(step.R)
-                weaver._score_and_grow(step.R, index, query, squares, *pools)
+            weaver._start(R, hidden)
+            weaver._run_prefix(R)
 
         def node_steps(weaver: TreeWeaver = weaver) -> None:
             for _ in range(weaver.rounds):
-                weaver._run_nodes(step.R)
+                weaver._run_nodes(R)
 
         def build(weaver: TreeWeaver = weaver) -> None:
             step.weave(weaver)
@@ -338,111 +358,138 @@ def bench_weave(
         def whole(copy: int, weaver: TreeWeaver = weaver) -> None:
             weaver.build(step.verified, step.hidden, *step.make_pools(copy), step.roots)
 
-        R = step.R
         copies = [lambda c=c: whole(c) for c in range(COPIES)]
         bench.time("whole", f"{name}, with top_pool", R, budget, copies)
         bench.time("build", f"{name}, {weaver.launches} launches", R, budget, [build])
+        if not parts or form.options.get("persistent"):
+            continue
         bench.time("prefix", name, R, budget, [prefix])
-        # Rounds without a start find an empty frontier and would expand nothing: build once first.
         bench.time("node steps", f"{name}, {weaver.rounds} rounds", R, budget, [node_steps])
-        start_and_rounds = [lambda: (prefix(), rounds())]
-        bench.time("start+rounds", name, R, budget, start_and_rounds)
+        bench_round(bench, step, weaver, name, pools)
     if plain:
-        bench.time("build", "torch, raw", step.R, budget, [lambda: step.define(budget)])
-        bench.time("build", "torch, tables", step.R, budget, [lambda: step.define(budget, tables)])
+        bench.time("build", "torch, raw", R, budget, [lambda: step.define(budget)])
+        bench.time("build", "torch, tables", R, budget, [lambda: step.define(budget, tables)])
 
 
-def tilings(rows: int, inputs: int, outputs: int) -> list[Tiling]:
-    """The default, and others near it."""
-    block_n = min(64, max(16, triton.next_power_of_2(rows)))
-    others = [
-        Tiling(block_o, block_n, block_k, splits, warps, stages)
-        for block_o in (16, 32, 64, 128)
-        for block_k, stages in ((128, 4), (256, 3), (64, 5))
-        for splits in (1, 2, 4)
-        for warps in (4, 8)
-        if inputs % (block_k * splits) == 0
-        and 64 <= outputs // block_o * splits <= 768
-        and (block_o + 2 * block_n) * block_k * 2 * stages < 200_000
-        and block_o * block_n // (warps * 32) <= 32
-    ]
-    return [choose_tiling(rows, inputs, outputs, torch.bfloat16), *others]
+def bench_round(
+    bench: Bench, step: Step, weaver: TreeWeaver, name: str, pools: tuple[Tensor, Tensor]
+) -> float | None:
+    """The launches of one round: scores alone, growth alone, and both; returns the last.
+
+    A ticket that never comes up keeps growth away; entries without a node have nothing to score.
+    """
+    R, B, G = step.R, weaver.budget, weaver.width
+    query, squares = weaver._run_nodes(R)
+    nodes = torch.arange(R * G, device=step.device) % G
+
+    def launch() -> None:
+        weaver._score_and_grow(R, 0, query, squares, *pools, ())
+
+    def prepare(live: bool, ticket: int) -> None:
+        weaver._node.copy_(nodes if live else nodes - G)
+        weaver._depth.copy_(nodes * 3 % step.shape.depth)
+        weaver._request_ticket.fill_(ticket)
+
+    calls = [launch] * 16
+    prepare(True, -(2**30))
+    bench.time("scores", name, R, B, calls)
+    prepare(False, 0)
+    bench.time("growth", name, R, B, calls)
+
+    def both() -> None:
+        prepare(True, 0)
+        launch()
+
+    us = bench.time("round's end", f"{name}, with its 3 fills", R, B, [both] * 16)
+    prepare(False, 0)
+    return us
 
 
 def layer_shapes(shape: Shape) -> dict[str, tuple[int, int]]:
-    d, r, m = shape.width, shape.rank, shape.mlp
-    return {
-        "qkv": (r, 3 * r),
-        "o": (r, r),
-        "fc1": (r, m),
-        "token_in": (d, r),
-        "query": (r, d),
-    }
+    """Inputs and outputs; the layers of the MLP are as the output projection."""
+    d, r = shape.width, shape.rank
+    return {"qkv": (r, 3 * r), "o": (r, r), "token_in": (d, r), "query": (r, d)}
 
 
-def linear_call(rows: int, inputs: int, outputs: int, tiling: Tiling) -> Callable[[int], object]:
-    """One normed layer at a time, over copies of its weights that no cache holds together."""
-    device = "cuda"
-    x = torch.randn(rows, inputs, device=device)
-    squares = x.square().sum(1)
+def prefix_shapes(shape: Shape) -> dict[str, tuple[int, int]]:
+    """The same of the two layers of a prefix, which have 16 rows a request."""
+    return {"proposal_in": (shape.width, shape.rank), "kv": (shape.rank, 2 * shape.rank)}
+
+
+def layer_weights(inputs: int, outputs: int) -> Tensor:
+    """Copies of a layer's weights that no cache holds together."""
     copies = max(1, 200_000_000 // (inputs * outputs * 2))
-    weights = torch.randn(copies, outputs, inputs, device=device, dtype=torch.bfloat16)
-    norm = torch.ones(inputs, device=device), torch.zeros(inputs, device=device), 1e-6
-    out = torch.empty(rows, outputs, device=device)
+    return torch.randn(copies, outputs, inputs, device=DEVICE, dtype=torch.bfloat16)
+
+
+def linear_call(rows: int, weights: Tensor, tiling: Tiling) -> Callable[[int], object]:
+    """One normed layer at a time; with the residual and a norm to follow where it is square."""
+    copies, outputs, inputs = weights.shape
+    device, J = DEVICE, 256
+    x = torch.randn(rows, inputs, device=device, dtype=torch.bfloat16)
+    squares = torch.ones(J, rows, device=device)
+    out, bias = torch.empty(rows, outputs, device=device), torch.zeros(outputs, device=device)
     parts, tickets = linear_scratch(tiling, rows, outputs, False)
     part = torch.empty(max(1, parts), device=device)
     ticket = torch.zeros(max(1, tickets), dtype=torch.int32, device=device)
+    rest: dict[str, Any] = {}
+    if inputs == outputs:
+        rest["add"] = torch.zeros(rows, outputs, device=device)
+        rest["scaled"] = torch.empty_like(x), torch.ones(outputs, device=device)
+        rest["out_squares"] = torch.empty(outputs * rows, device=device)
 
     def run(index: int) -> object:
         return launch_linear(
             *(tiling, rows, x, weights[index % copies], out),
             part=part,
             ticket=ticket,
-            norm=norm,
-            squares_JN=(squares, 1),
+            bias_M=bias,
+            squares_JN=(squares, J),
+            **rest,
         )
 
     return run
 
 
-def bench_linears(bench: Bench, shape: Shape, rows: int, tune: bool) -> None:
+def check_linear(rows: int, weights: Tensor, tiling: Tiling) -> bool:
+    """Whether a tiling gives the product of x with weights, both random."""
+    _, outputs, inputs = weights.shape
+    x = torch.randn(rows, inputs, device=DEVICE, dtype=torch.bfloat16)
+    out = torch.full((rows, outputs), torch.nan, device=DEVICE)
+    parts, tickets = linear_scratch(tiling, rows, outputs, False)
+    part = torch.empty(max(1, parts), device=DEVICE)
+    ticket = torch.zeros(max(1, tickets), dtype=torch.int32, device=DEVICE)
+    launch_linear(tiling, rows, x, weights[0], out, part=part, ticket=ticket)
+    wanted = x.float() @ weights[0].float().T
+    return torch.allclose(out, wanted, atol=0.01 * inputs**0.5, rtol=0.01)
+
+
+def bench_linears(bench: Bench, shape: Shape, rows: int) -> None:
     """Layers alone, weights from memory, beside the time of reading these at 4.3 TB/s."""
     for name, (inputs, outputs) in layer_shapes(shape).items():
         floor = inputs * outputs * 2 / 4.3e6
-        for tiling in dict.fromkeys(tilings(rows, inputs, outputs)[: None if tune else 1]):
-            run = linear_call(rows, inputs, outputs, tiling)
-            label = f"{name} {tuple(tiling)}, weights alone {floor:.1f}"
-            calls = [lambda i=i, run=run: run(i) for i in range(24)]
-            bench.time("linear", label, rows, None, calls)
+        weights = layer_weights(inputs, outputs)
+        tiling = choose_tiling(rows, inputs, outputs, torch.bfloat16)
+        run = linear_call(rows, weights, tiling)
+        label = f"{name} {tuple(tiling)}, weights alone {floor:.1f}"
+        bench.time("linear", label, rows, None, [lambda i=i, run=run: run(i) for i in range(24)])
 
 
-def compile_part(task: tuple[str, int, int]) -> None:
+def compile_part(task: tuple[str, int, int, list[Form]]) -> None:
     """Compile what one number of requests and budget needs, in a process of its own."""
-    part, R, budget = task
-    overlap = torch.cuda.get_device_capability()[0] >= 9
-    if part == "linear":
-        index = budget
-        name, (inputs, outputs) = list(layer_shapes(FULL).items())[index]
-        for tiling in tilings(R, inputs, outputs):
-            try:
-                linear_call(R, inputs, outputs, tiling)(0)
-            except Exception as error:
-                print(f"linear {name} {tuple(tiling)}: {error!r}"[:200], flush=True)
-        torch.cuda.synchronize()
-        return
-    # A small vocabulary: it enters no kernel but the pool's.
-    step = Step(Shape(vocab=8192), R, "cuda", torch.bfloat16)
+    part, R, budget, forms = task
     if part == "pool":
         for dtype in (torch.bfloat16, torch.float32):
-            top_pool(torch.zeros(1, FULL.vocab, device="cuda", dtype=dtype), FULL.pool)
+            top_pool(torch.zeros(1, FULL.vocab, device=DEVICE, dtype=dtype), FULL.pool)
     else:
+        # A small vocabulary: it enters no kernel but the pool's.
+        step = Step(Shape(vocab=8192), R, DEVICE, torch.bfloat16)
         tables = step.adapter.precompute(step.embed, step.lm_head)
-        for made in (None, tables):
-            for overlapped in (False, True) if overlap else (False,):
-                try:
-                    step.weave(step.weaver(budget, made, overlap=overlapped))
-                except Exception as error:  # the check will say so again
-                    print(f"{task} overlap={overlapped}: {error!r}"[:300], flush=True)
+        for form in forms:
+            try:
+                step.weave(form.weaver(step, budget, tables))
+            except Exception as error:  # the check will say so again
+                print(f"R={R} B={budget} {form.name}: {error!r}"[:300], flush=True)
     torch.cuda.synchronize()
 
 
@@ -471,56 +518,13 @@ def interpret() -> None:
     check_pools(checks, TOY, "cpu")
     check_small_trees(checks, "cpu", TOY)
     step = Step(TOY, 1, "cpu", torch.float32)
-    check_full_trees(checks, step, step.adapter.precompute(step.embed, step.lm_head), 4, False)
+    tables = step.adapter.precompute(step.embed, step.lm_head)
+    check_full_trees(checks, step, tables, 4, forms_of(False))
     print("failed: " + ", ".join(checks.failed) if checks.failed else "all checks hold")
     raise SystemExit(bool(checks.failed))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--out", default="benchmarks/results/ops-weave.json")
-    parser.add_argument("--quick", action="store_true", help="R = 1 and 16, B = 63, fewer replays")
-    parser.add_argument("--tune", action="store_true", help="time other tilings of the layers, too")
-    parser.add_argument("--interpret", action="store_true", help="checks alone, without a GPU")
-    parser.add_argument("--compile-workers", type=int, default=12)
-    args = parser.parse_args()
-    if args.interpret:
-        interpret()
-    if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.ops.weave needs a GPU, or --interpret with TRITON_INTERPRET=1")
-    started = time.perf_counter()
-    batches = (1, 16) if args.quick else (1, 4, 16)
-    budgets = (63,) if args.quick else (15, 31, 63, 127)
-    overlap = torch.cuda.get_device_capability()[0] >= 9
-    tasks = [("pool", 1, 0)] + [("weave", R, B) for B in reversed(budgets) for R in batches]
-    if args.tune:
-        tasks += [("linear", rows, i) for rows in (4, 64) for i in range(len(layer_shapes(FULL)))]
-    with multiprocessing.get_context("spawn").Pool(args.compile_workers) as pool:
-        pool.map(compile_part, tasks, chunksize=1)
-    print(f"{len(tasks)} parts compiled in {time.perf_counter() - started:.0f} s", flush=True)
-
-    checks, bench = Checks(), Bench(15 if args.quick else 31)
-    check_pools(checks, FULL, "cuda")
-    check_small_trees(
-        *(checks, "cuda"),
-        Shape(vocab=500, width=96, rank=64, heads=4, mlp=80, depth=6, pool=40),
-    )
-    for R in batches:
-        step = Step(FULL, R, "cuda", torch.bfloat16)
-        tables = step.adapter.precompute(step.embed, step.lm_head)
-        for budget in budgets:
-            overlap &= check_full_trees(checks, step, tables, budget, overlap)
-        if checks.failed:
-            break
-        bench_pools(bench, step)
-        for budget in budgets:
-            plain = (budget == 63 and not args.quick) or (R == 1 and budget == 63)
-            bench_weave(bench, step, tables, budget, overlap, plain)
-        del step, tables
-        torch.cuda.empty_cache()
-    if not checks.failed:
-        for rows in (4, 64):
-            bench_linears(bench, FULL, rows, args.tune)
+def write_report(path: str, started: float, checks: Checks, bench: Bench, **rest: Any) -> None:
     if checks.failed:
         raise SystemExit(f"no figures, since checks failed: {', '.join(checks.failed)}")
     report = {
@@ -529,11 +533,66 @@ def main() -> None:
         "seconds": round(time.perf_counter() - started),
         "checks": checks.results,
         "times_us": bench.results,
+        **rest,
     }
-    Path(args.out).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
-    print(f"written to {args.out} after {report['seconds']} s")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(report, indent=1) + "\n")
+    print(f"written to {path} after {report['seconds']} s")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--out", default="benchmarks/results/ops-weave.json")
+    parser.add_argument("--quick", action="store_true", help="R = 1 and 16, B = 63, fewer replays")
+    parser.add_argument("--tune", action="store_true", help="time launch shapes, and no more")
+    parser.add_argument("--interpret", action="store_true", help="checks alone, without a GPU")
+    parser.add_argument("--compile-workers", type=int, default=14)
+    args = parser.parse_args()
+    if args.interpret:
+        interpret()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.ops.weave needs a GPU, or --interpret with TRITON_INTERPRET=1")
+    started = time.perf_counter()
+    overlap = torch.cuda.get_device_capability()[0] >= 9
+    checks, bench = Checks(), Bench(15 if args.quick or args.tune else 31)
+    with multiprocessing.get_context("spawn").Pool(args.compile_workers) as workers:
+        if args.tune:
+            from benchmarks.ops.weave_tune import tune
+
+            found = tune(checks, bench, workers, overlap)
+            write_report(args.out, started, checks, bench, found=found)
+            return
+        batches = (1, 16) if args.quick else (1, 4, 16)
+        budgets = (63,) if args.quick else (15, 31, 63, 127)
+        forms = forms_of(overlap)
+        tasks: list[tuple[str, int, int, list[Form]]] = [("pool", 1, 0, [])]
+        for budget in reversed(budgets):
+            tasks += [("weave", R, budget, [form]) for R in batches for form in forms]
+        workers.map(compile_part, tasks, chunksize=1)
+    print(f"{len(tasks)} parts compiled in {time.perf_counter() - started:.0f} s", flush=True)
+
+    check_pools(checks, FULL, "cuda")
+    check_small_trees(checks, "cuda", SMALL)
+    for R in batches:
+        step = Step(FULL, R, "cuda", torch.bfloat16)
+        tables = step.adapter.precompute(step.embed, step.lm_head)
+        good = {b: check_full_trees(checks, step, tables, b, forms) for b in budgets}
+        if checks.failed:
+            break
+        bench_pools(bench, step)
+        for budget in budgets:
+            plain = (budget == 63 and not args.quick) or (R == 1 and budget == 63)
+            bench_weave(bench, step, tables, budget, good[budget], plain)
+        del step, tables
+        torch.cuda.empty_cache()
+    if not checks.failed:
+        for rows in (4, 64):
+            bench_linears(bench, FULL, rows)
+    write_report(args.out, started, checks, bench)
 
 
 if __name__ == "__main__":
-    main()
+    # By its own name, which the workers and `weave_tune` import it by.
+    from benchmarks.ops import weave
+
+    weave.main()

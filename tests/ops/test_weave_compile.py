@@ -16,9 +16,10 @@ V, E, R, D, P, C = 248_320, 5120, 2048, 15, 512, 8
 FLOAT = dict.fromkeys(
     (
         *("x_ptr", "squares_ptr", "add_ptr", "out_squares_ptr", "part_ptr", "query_ptr", "q_ptr"),
-        *("query_squares_ptr", "scores_ptr", "score_ptr", "prefix_x_ptr", "prefix_squares_ptr"),
+        *("query_squares_ptr", "scores_ptr", "score_ptr", "prefix_squares_ptr"),
         *("top_ptr", "total_ptr", "best_ptr", "log_probs_ptr", "rope_ptr"),
         *("noise_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"),
+        *("qkv_bias_ptr", "first_bias_ptr", "between_ptr", "between_squares_ptr"),
     ),
     "*fp32",
 )
@@ -27,12 +28,14 @@ INTEGER = dict.fromkeys(
         *("add_index_ptr", "slot_ptr", "ticket_ptr", "path_ptr", "count_ptr", "node_ptr"),
         *("frontier_tokens_ptr", "frontier_parents_ptr", "tokens_ptr", "parents_ptr"),
         *("depths_ptr", "num_nodes_ptr", "depth_ptr", "position_ptr", "row_paths_ptr"),
-        *("roots_ptr", "list_ptr", "top_k_ptr"),
+        *("roots_ptr", "list_ptr", "top_k_ptr", "barrier_ptr"),
     ),
     "*i32",
 )
 LONG = dict.fromkeys(("keys_ptr", "ids_ptr", "ancestors_ptr"), "*i64")
-SCALARS = dict.fromkeys(("eps", "weight", "penalty"), "fp32")
+SCALARS = dict.fromkeys(
+    ("eps", "weight", "penalty", "qkv_eps", "mlp_eps", "attention_scale"), "fp32"
+)
 TYPES = {**FLOAT, **INTEGER, **LONG, **SCALARS}
 Kernel = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]
 
@@ -73,22 +76,23 @@ def adapter_kernels(arch: int) -> Iterator[Kernel]:
     import triton
 
     from vllm_weaver.adapter import triton as adapter
+    from vllm_weaver.adapter.tiling import choose_tiling
 
     # Name, inputs, outputs, and what the layer has beside its product.
     layers = (
-        ("input", E, R, dict(J=1, BIAS=True, ADD=2, SQUARES=True)),
-        ("qkv", R, 3 * R, dict(J=128, CACHE=True)),
-        ("output", R, R, dict(ADD=1, SQUARES=True)),
-        ("gelu", R, R, dict(J=128, BIAS=True, ACTIVATION=1)) if arch == 90 else None,
-        ("swiglu", R, R, dict(J=128, BIAS=True, ACTIVATION=3)),
-        ("query", R, E, dict(J=128)),
+        ("input", E, R, dict(J=1, BIAS=True, ADD=2, SQUARES=True, NEXT=True)),
+        ("qkv", R, 3 * R, dict(J=256, BIAS=True, CACHE=True)),
+        ("output", R, R, dict(ADD=1, SQUARES=True, NEXT=True)),
+        ("gelu", R, R, dict(J=256, BIAS=True, ACTIVATION=1)) if arch == 90 else None,
+        ("swiglu", R, R, dict(J=256, BIAS=True, ACTIVATION=3)),
+        ("query", R, E, dict(J=256, BIAS=True)),
     )
     # Tall tiles on the architecture that is measured: they are the ones that take long to compile.
-    for rows in (4, 64) if arch == 90 else (4,):
+    for rows in (4, 16, 64) if arch == 90 else (4,):
         for name, inputs, outputs, extra in filter(None, layers):
-            tiling = adapter.choose_tiling(rows, inputs, outputs, torch.bfloat16)
+            tiling = choose_tiling(rows, inputs, outputs, torch.bfloat16, name == "swiglu")
             lines = triton.cdiv(inputs * 2, tiling.splits * adapter.CACHE_LINE)
-            given = dict.fromkeys(("BIAS", "CACHE", "SQUARES", "WIDEN"), False)
+            given = dict.fromkeys(("BIAS", "CACHE", "SQUARES", "NEXT", "WIDEN"), False)
             constants = {
                 **given,
                 **dict.fromkeys(("J", "ACTIVATION", "ADD"), 0),
@@ -101,12 +105,13 @@ def adapter_kernels(arch: int) -> Iterator[Kernel]:
                 "BO": tiling.block_o,
                 "BN": tiling.block_n,
                 "BK": tiling.block_k,
+                "DOTS": tiling.dots,
+                "POLICY": "",
                 "LINES": triton.next_power_of_2(lines),
                 "OVERLAP": arch >= 90,
             }
             types = {"out_ptr": "*bf16" if name in ("gelu", "swiglu") else "*fp32"}
-            # Hidden rows come in the adapter's dtype.
-            types["x_ptr"] = "*bf16" if name == "output" else "*fp32"
+            types |= {"x_ptr": "*bf16", "bias_ptr": "*fp32"}
             options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
             label = f"{name}, {rows} rows {tuple(tiling)}"
             yield label, adapter.linear_kernel, constants, TYPES | types, options
@@ -120,9 +125,10 @@ def adapter_kernels(arch: int) -> Iterator[Kernel]:
 
 
 def weave_kernels(arch: int) -> Iterator[Kernel]:
+    from vllm_weaver.adapter.tiling import choose_rounds, choose_scores
     from vllm_weaver.ops.noise.drawn import HALVINGS
     from vllm_weaver.weave import triton as weave
-    from vllm_weaver.weave.weaver import growth_warps, score_width
+    from vllm_weaver.weave.persistent import rounds_kernel
 
     types = TYPES | {"logits_ptr": "*fp32"}
     for budget, group in ((15, 1), (63, 4), (127, 8)):
@@ -131,23 +137,37 @@ def weave_kernels(arch: int) -> Iterator[Kernel]:
         places = weave.triton.next_power_of_2(16 * group * C)
         sizes = {
             **dict(T=rows, W=words, WB=words, D=D, DB=16, G=group, GB=group, E=R, EB=2048),
-            **dict(POSITIONS=True, OVERLAP=arch >= 90),
+            **dict(STREAM=True, POSITIONS=True, OVERLAP=arch >= 90),
         }
         for kind, K, J, noise in (
-            ("tables", R, 128, False),
-            ("tables, noise", R, 128, True),
+            ("tables", R, 256, False),
+            ("tables, noise", R, 256, True),
             ("raw", E, 0, False),
         ):
             if kind == "raw" and group != 4:
                 continue
+            tiling = choose_scores(K, 1, group, P)
             constants = {
                 **sizes,
-                **dict(P=P, PB=P, BP=8, K=K, BK=score_width(K), J=J, JB=max(1, J)),
+                **dict(P=P, PB=P, BP=tiling.candidates, K=K, BK=tiling.block_k),
+                **dict(J=J, JB=max(1, J), POLICY=""),
                 **dict(C=C, CB=C, F=places, FB=places, NOISE=noise, HALVINGS=HALVINGS),
             }
-            warps = {"num_warps": growth_warps(group, P)}
+            warps = {"num_warps": tiling.num_warps}
             name = f"score and grow, {kind}, G={group}"
             yield name, weave.score_and_grow_kernel, constants, types, warps
+        if group == 4 and arch == 90:
+            rounds = choose_rounds(R, 1, group, P)
+            constants = {
+                **{k: v for k, v in sizes.items() if k not in ("STREAM", "OVERLAP")},
+                **dict(R=1, J=R // rounds.outputs, JB=R // rounds.outputs, ROUNDS=16),
+                **dict(H=16, HD=128, HB=128, LB=32, MLP=R, MB=R, KB=R, ACTIVATION=1, TB=rows),
+                **dict(BO=rounds.outputs, BN=group, PREFETCH=rounds.prefetch, NOISE=False),
+                **dict(HALVINGS=HALVINGS, P=P, PB=P, BP=rounds.candidates, BK=rounds.block_k),
+                **dict(C=C, CB=C, F=places, FB=places),
+            }
+            options = {"num_warps": rounds.num_warps, "num_stages": 1}
+            yield "all rounds", rounds_kernel, constants, types, options
         if group == 4:
             constants = {**sizes, "TB": rows, "WIDTH": E, "WIDTHB": 8192}
             yield "start", weave.start_kernel, constants, types, {"num_warps": 4}

@@ -3,12 +3,19 @@
 """The adapter's arithmetic in Triton: linear layers for a few rows, and attention of tree nodes.
 
 A linear layer here meets 4 to 64 rows, so its time is the reading of its weights. Whatever stands
-between two layers is therefore put into them: the norm (its sums of squares come from whoever wrote
-the rows, as one partial sum per block of columns), bias, activation, residual or position, and the
-cache of keys and values. Where the columns alone do not fill the device, the sum over the inputs is
-split; the program that comes last adds the parts up in their order, so that the result does not
-depend on which one it was. Rows between kernels are float32; products are taken in the weights'
-dtype and added up in float32.
+between two layers is therefore put into them: the norm, bias, activation, residual or position, and
+the cache of keys and values. Where the columns alone do not fill the device, the sum over the
+inputs is split; the program that comes last adds the parts up in their order, so that the result
+does not depend on which one it was. Rows of the residual stream are float32; products are taken in
+the weights' dtype and added up in float32.
+
+The norm of a row x with weight g and bias b before a product with W is
+
+    W (x / rms(x) * g + b) = (W (x * g)) / rms(x) + W b
+
+so whoever writes x also writes x * g in the weights' dtype, with the sums of squares of its columns
+as one partial sum per block of them; W b is part of the bias (`folded_bias`); and the inner loop
+takes rows as they are.
 
 RoPE is applied where keys are read: a key's position follows from its column, so that the cache
 holds keys as they are.
@@ -22,45 +29,43 @@ cache; J blocks of columns.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_weaver.adapter.tiling import Tiling
+
 GELU, GELU_TANH, SWIGLU = 1, 2, 3
 ACTIVATIONS = {"gelu": GELU, "gelu_tanh": GELU_TANH, "swiglu": SWIGLU}
 ADD_ROWS, ADD_INDEXED = 1, 2
 CACHE_LINE = 128
-PROGRAMS = 128
-"""Programs that fill the device, if each reads its share of the weights."""
-
-
-class Tiling(NamedTuple):
-    """Launch shape of `linear_kernel`: outputs, rows and inputs of a tile, and the split of K."""
-
-    block_o: int
-    block_n: int
-    block_k: int
-    splits: int
-    num_warps: int
-    num_stages: int
 
 
 @triton.jit
 def wait_for_previous():
-    """Wait until the launch before this one is done: the next launch may start, and wait as well.
+    """Wait until the launch before this one is done.
 
     Every kernel of a chain of overlapping launches calls this before it touches what another one
     writes or reads.
     """
-    tl.extra.cuda.gdc_launch_dependents()
     tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def _prefetch(pointers):
+def let_next_start():
+    """Let the next launch start, and wait, once every program has come here or ended.
+
+    It stands where a program has asked for all that it reads, so that the next launch's programs
+    take neither room nor bandwidth from those that still work.
+    """
+    tl.extra.cuda.gdc_launch_dependents()
+
+
+@triton.jit
+def prefetch(pointers):
     """Ask for the lines at `pointers` in the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -97,15 +102,18 @@ def _sum_parts(part, SPLITS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _finish_linear(
+def finish_linear(
     acc,
     gate,
+    scale,
     o,
     n,
     bias_ptr,
     add_ptr,
     add_index_ptr,
     out_ptr,
+    next_ptr,
+    next_weight_ptr,
     kv_ptr,
     slot_ptr,
     out_squares_ptr,
@@ -118,22 +126,27 @@ def _finish_linear(
     ADD: tl.constexpr,
     CACHE: tl.constexpr,
     SQUARES: tl.constexpr,
+    NEXT: tl.constexpr,
+    NORMED: tl.constexpr,
 ):
-    """Bias, activation, addition and stores of a tile [BO, BN]; `gate` is read with SWIGLU."""
+    """Norm, bias, activation, addition and stores of a tile [BO, BN]; SWIGLU reads `gate`."""
     y = acc
-    if BIAS:
-        if ACTIVATION == 3:
+    if NORMED:
+        y *= scale[None, :]
+    if ACTIVATION == 3:
+        if NORMED:
+            gate *= scale[None, :]
+        if BIAS:
             gate += tl.load(bias_ptr + o, mask=o < M, other=0.0).to(tl.float32)[:, None]
             y += tl.load(bias_ptr + M + o, mask=o < M, other=0.0).to(tl.float32)[:, None]
-        else:
-            y += tl.load(bias_ptr + o, mask=o < M, other=0.0).to(tl.float32)[:, None]
+        y = gate / (1.0 + tl.exp(-gate)) * y
+    elif BIAS:
+        y += tl.load(bias_ptr + o, mask=o < M, other=0.0).to(tl.float32)[:, None]
     if ACTIVATION == 1:
         y = 0.5 * y * (1.0 + tl.erf(y * 0.7071067811865476))
     elif ACTIVATION == 2:
         u = 0.7978845608028654 * (y + 0.044715 * y * y * y)
         y = y * (1.0 - 1.0 / (tl.exp(2.0 * u) + 1.0))
-    elif ACTIVATION == 3:
-        y = gate / (1.0 + tl.exp(-gate)) * y
     mask = (o < M)[:, None] & (n < N)[None, :]
     if ADD > 0:
         row = n
@@ -143,6 +156,10 @@ def _finish_linear(
     if SQUARES:
         squares = tl.sum(tl.where(mask, y * y, 0.0), 0)
         tl.store(out_squares_ptr + block * N + n, squares, mask=n < N)
+    if NEXT:
+        weight = tl.load(next_weight_ptr + o, mask=o < M, other=0.0).to(tl.float32)
+        at = next_ptr + n[None, :] * M + o[:, None]
+        tl.store(at, (y * weight[:, None]).to(next_ptr.dtype.element_ty), mask=mask)
     if CACHE:
         # Outputs past the queries are a cache row, keys and then values.
         slot = tl.load(slot_ptr + n, mask=n < N, other=-1).to(tl.int64)
@@ -155,16 +172,91 @@ def _finish_linear(
 
 
 @triton.jit
+def _load_weights(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
+    if EVEN:
+        return tl.load(pointers, eviction_policy=POLICY)
+    return tl.load(pointers, mask=inside, other=0.0, eviction_policy=POLICY)
+
+
+@triton.jit
+def multiply_rows(acc, w, x_ptr, k, first_row, N, K: tl.constexpr, BN: tl.constexpr):
+    """`acc` [BO, BN] plus the products of weights `w` [BO, 1, BK], at inputs `k`, with BN rows.
+
+    Weights and rows are loaded in the shape of their product, so that no thread has to pass any on.
+    """
+    n = first_row + tl.arange(0, BN)
+    mask = (n < N)[None, :, None] & (k < K)[None, None, :]
+    x = tl.load(x_ptr + n[None, :, None] * K + k[None, None, :], mask=mask, other=0.0)
+    return acc + tl.sum(w.to(tl.float32) * x.to(tl.float32), 2)
+
+
+@triton.jit
+def product_of_tile(
+    x_ptr,
+    weight_ptr,
+    o,
+    first_row,
+    first,
+    N,
+    K: tl.constexpr,
+    M: tl.constexpr,
+    PART: tl.constexpr,
+    BO: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    DOTS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """Products [BO, BN] of outputs `o` and rows from `first_row` on, over PART inputs from `first`
+    on, and those of the gate, which are zeros if there is none.
+    """
+    n = first_row + tl.arange(0, BN)
+    acc = tl.zeros((BO, BN), tl.float32)
+    gate = tl.zeros((BO, BN), tl.float32)
+    if DOTS:
+        for start in range(0, PART, BK):
+            k = first + start + tl.arange(0, BK)
+            weights = weight_ptr + o[:, None] * K + k[None, :]
+            inside = (o < M)[:, None] & (k < K)[None, :]
+            w = _load_weights(weights, inside, EVEN, POLICY)
+            x = tl.load(
+                x_ptr + n[None, :] * K + k[:, None],
+                mask=(n < N)[None, :] & (k < K)[:, None],
+                other=0.0,
+            )
+            if GATED:
+                gate = _accumulate(gate, w, x, WIDEN)
+                w = _load_weights(weights + M * K, inside, EVEN, POLICY)
+            acc = _accumulate(acc, w, x, WIDEN)
+    else:
+        for start in tl.static_range(0, PART, BK):
+            k = first + start + tl.arange(0, BK)
+            weights = weight_ptr + o[:, None, None] * K + k[None, None, :]
+            inside = (o < M)[:, None, None] & (k < K)[None, None, :]
+            w = _load_weights(weights, inside, EVEN, POLICY)
+            g = w
+            if GATED:
+                w = _load_weights(weights + M * K, inside, EVEN, POLICY)
+            acc = multiply_rows(acc, w, x_ptr, k, first_row, N, K, BN)
+            if GATED:
+                gate = multiply_rows(gate, g, x_ptr, k, first_row, N, K, BN)
+    return acc, gate
+
+
+@triton.jit
 def linear_kernel(
     x_ptr,
     weight_ptr,
     bias_ptr,
-    norm_weight_ptr,
-    norm_bias_ptr,
     squares_ptr,
     add_ptr,
     add_index_ptr,
     out_ptr,
+    next_ptr,
+    next_weight_ptr,
     kv_ptr,
     slot_ptr,
     out_squares_ptr,
@@ -182,68 +274,54 @@ def linear_kernel(
     ADD: tl.constexpr,
     CACHE: tl.constexpr,
     SQUARES: tl.constexpr,
+    NEXT: tl.constexpr,
     SPLITS: tl.constexpr,
     BO: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    DOTS: tl.constexpr,
     LINES: tl.constexpr,
     WIDEN: tl.constexpr,
+    POLICY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (blocks of M, SPLITS, blocks of N): `linear(norm(x))` and what follows it.
 
-    With J > 0, `squares` [J, N] gives the norm of the rows; without, `x` is taken as it is.
+    With J > 0, `squares` [J, N] gives the norm of the rows; without, they are taken as they are.
     """
     GATED: tl.constexpr = ACTIVATION == 3
     EVEN: tl.constexpr = K % (BK * SPLITS) == 0 and M % BO == 0
     PART: tl.constexpr = (K + BK * SPLITS - 1) // (BK * SPLITS) * BK
     block, split = tl.program_id(0), tl.program_id(1)
     o = block * BO + tl.arange(0, BO)
-    n = tl.program_id(2) * BN + tl.arange(0, BN)
+    first_row = tl.program_id(2) * BN
+    n = first_row + tl.arange(0, BN)
     first = split * PART
     if OVERLAP:
         # Weights belong to nobody before: they may come while the launch before still runs.
         ROW: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
         line = tl.minimum(first + tl.arange(0, LINES) * ROW, K - 1)
         rows = tl.minimum(o, M - 1)[:, None] * K
-        _prefetch(weight_ptr + rows + line[None, :])
+        prefetch(weight_ptr + rows + line[None, :])
         if GATED:
-            _prefetch(weight_ptr + M * K + rows + line[None, :])
+            prefetch(weight_ptr + M * K + rows + line[None, :])
         wait_for_previous()
 
-    if J > 0:
+    scale = tl.zeros((BN,), tl.float32)
+    if J > 0 and SPLITS == 1:
         scale = norm_scale(squares_ptr, n, n < N, N, eps, J, JB, K)
-    acc = tl.zeros((BO, BN), tl.float32)
-    gate = tl.zeros((BO, BN), tl.float32)
-    for start in range(0, PART, BK):
-        k = first + start + tl.arange(0, BK)
-        weights = weight_ptr + o[:, None] * K + k[None, :]
-        if EVEN:
-            w = tl.load(weights)
-        else:
-            inside = (o < M)[:, None] & (k < K)[None, :]
-            w = tl.load(weights, mask=inside, other=0.0)
-        x = tl.load(
-            x_ptr + n[None, :] * K + k[:, None],
-            mask=(n < N)[None, :] & (k < K)[:, None],
-            other=0.0,
-        )
-        if J > 0:
-            norm_weight = tl.load(norm_weight_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-            norm_bias = tl.load(norm_bias_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-            x = x.to(tl.float32) * scale[None, :] * norm_weight[:, None] + norm_bias[:, None]
-        if GATED:
-            gate = _accumulate(gate, w, x, WIDEN)
-            if EVEN:
-                w = tl.load(weights + M * K)
-            else:
-                w = tl.load(weights + M * K, mask=inside, other=0.0)
-        acc = _accumulate(acc, w, x, WIDEN)
+    acc, gate = product_of_tile(
+        *(x_ptr, weight_ptr, o, first_row, first, N, K, M, PART, BO, BN, BK),
+        *(GATED, EVEN, DOTS, WIDEN, POLICY),
+    )
+    if OVERLAP:
+        let_next_start()
 
     if SPLITS == 1:
-        _finish_linear(
-            *(acc, gate, o, n, bias_ptr, add_ptr, add_index_ptr, out_ptr, kv_ptr, slot_ptr),
-            *(out_squares_ptr, block, N, M, OUT, BIAS, ACTIVATION, ADD, CACHE, SQUARES),
+        finish_linear(
+            *(acc, gate, scale, o, n, bias_ptr, add_ptr, add_index_ptr, out_ptr, next_ptr),
+            *(next_weight_ptr, kv_ptr, slot_ptr, out_squares_ptr, block, N, M, OUT, BIAS),
+            *(ACTIVATION, ADD, CACHE, SQUARES, NEXT, J > 0),
         )
     else:
         SIZE: tl.constexpr = BO * BN
@@ -258,12 +336,15 @@ def linear_kernel(
         tl.debug_barrier()
         if tl.atomic_add(ticket_ptr + tile, 1) == SPLITS - 1:
             tl.store(ticket_ptr + tile, 0)
+            if J > 0:
+                scale = norm_scale(squares_ptr, n, n < N, N, eps, J, JB, K)
             acc = _sum_parts(part, SPLITS, SIZE)
             if GATED:
                 gate = _sum_parts(part + SPLITS * SIZE, SPLITS, SIZE)
-            _finish_linear(
-                *(acc, gate, o, n, bias_ptr, add_ptr, add_index_ptr, out_ptr, kv_ptr, slot_ptr),
-                *(out_squares_ptr, block, N, M, OUT, BIAS, ACTIVATION, ADD, CACHE, SQUARES),
+            finish_linear(
+                *(acc, gate, scale, o, n, bias_ptr, add_ptr, add_index_ptr, out_ptr, next_ptr),
+                *(next_weight_ptr, kv_ptr, slot_ptr, out_squares_ptr, block, N, M, OUT, BIAS),
+                *(ACTIVATION, ADD, CACHE, SQUARES, NEXT, J > 0),
             )
 
 
@@ -277,7 +358,9 @@ def _rotated(first, second, rope_ptr, position, half, HALF: tl.constexpr, mask):
 
 
 @triton.jit
-def attention_kernel(
+def attend(
+    n,
+    head,
     q_ptr,
     kv_ptr,
     path_ptr,
@@ -295,14 +378,11 @@ def attention_kernel(
     ROPE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (N, H): one head of one row over the first `count` columns of its request.
+    """One head of one row over the first `count` columns of its request.
 
     Columns 0..D are the prefix rows, which open the request's part of the cache; column D + 1 + k
     is the row's ancestor (or itself) at depth k, whose cache row is `path` [N, D].
     """
-    if OVERLAP:
-        wait_for_previous()
-    n, head = tl.program_id(0), tl.program_id(1)
     width: tl.constexpr = H * HD
     count = tl.load(count_ptr + n)
     column = tl.arange(0, LB)
@@ -315,6 +395,8 @@ def attention_kernel(
     keys = kv_ptr + slot[:, None] * (2 * width) + head * HD
     dim = tl.arange(0, HB)[None, :]
     v = tl.load(keys + width + dim, mask=present[:, None] & (dim < HD), other=0.0)
+    if OVERLAP:
+        let_next_start()
     if ROPE:
         HALF: tl.constexpr = HD // 2
         half = tl.arange(0, HB // 2)[None, :]
@@ -348,44 +430,51 @@ def attention_kernel(
 
 
 @triton.jit
+def attention_kernel(
+    q_ptr,
+    kv_ptr,
+    path_ptr,
+    count_ptr,
+    rope_ptr,
+    out_ptr,
+    scale,
+    stride_request,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    H: tl.constexpr,
+    HD: tl.constexpr,
+    LB: tl.constexpr,
+    HB: tl.constexpr,
+    ROPE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid (N, H): `attend`, a program a row and head."""
+    if OVERLAP:
+        wait_for_previous()
+    attend(
+        *(tl.program_id(0), tl.program_id(1), q_ptr, kv_ptr, path_ptr, count_ptr, rope_ptr),
+        *(out_ptr, scale, stride_request, GROUP, D, H, HD, LB, HB, ROPE, OVERLAP),
+    )
+
+
+@triton.jit
 def pool_log_softmax(logits):
-    """Log-softmax along axis 1; -inf stays -inf, a row of -inf is all -inf, NaN takes its row."""
-    top = tl.max(logits, 1)
-    shifted = logits - tl.where(top == float("-inf"), 0.0, top)[:, None]
-    total = tl.sum(tl.exp(shifted), 1)
-    return shifted - tl.log(tl.where(total == 0.0, 1.0, total))[:, None]
+    """Log-softmax of pools [G, S, L]; -inf stays -inf, a pool of -inf is all -inf, NaN takes its
+    pool.
+    """
+    top = tl.max(tl.max(logits, 1), 1)
+    shifted = logits - tl.where(top == float("-inf"), 0.0, top)[:, None, None]
+    total = tl.sum(tl.sum(tl.exp(shifted), 1), 1)
+    return shifted - tl.log(tl.where(total == 0.0, 1.0, total))[:, None, None]
 
 
 INTERPRETED = not isinstance(linear_kernel, triton.runtime.JITFunction)
 
 
-def choose_tiling(rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> Tiling:
-    """Launch shape for `rows` rows: programs enough to fill the device, tiles no smaller.
-
-    Few rows get narrow tiles of outputs, since only the weights are worth reading well. Many rows
-    get tall ones, since each program reads all of its rows' inputs, and so a split sum instead.
-    """
-    block_n = min(64, max(16, triton.next_power_of_2(rows)))
-    block_k = 64 if dtype == torch.float32 else 128
-    block_o = 16 if block_n == 16 and outputs <= 4096 else 32 if block_n <= 32 else 64
-    if block_n == 16 and dtype != torch.float32:
-        block_k = 256
-    block_k = min(block_k, max(16, triton.next_power_of_2(inputs)))
-    programs = triton.cdiv(outputs, block_o) * triton.cdiv(rows, block_n)
-    splits = 1
-    while programs * splits * 3 <= PROGRAMS * 2 and inputs >= 2 * block_k * splits * 2:
-        splits *= 2
-    stages = 3 if block_k * (block_o + block_n) * dtype.itemsize > 24576 else 4
-    return Tiling(block_o, block_n, block_k, splits, 8 if block_n == 64 else 4, stages)
-
-
-def linear_scratch(tiling: Tiling, rows: int, outputs: int, gated: bool) -> tuple[int, int]:
-    """Elements of `part` and of `ticket` that a launch needs; none without a split."""
-    if tiling.splits == 1:
-        return 0, 0
-    tiles = triton.cdiv(outputs, tiling.block_o) * triton.cdiv(rows, tiling.block_n)
-    size = tiling.block_o * tiling.block_n * tiling.splits * (2 if gated else 1)
-    return tiles * size, tiles
+def folded_bias(linear: torch.nn.Linear, norm_bias: Tensor) -> Tensor:
+    """W b plus the layer's bias in float32, [M]: what a norm's bias and its own add to `linear`."""
+    bias = linear.weight.float() @ norm_bias.float()
+    return bias if linear.bias is None else bias + linear.bias.float()
 
 
 def launch_linear(
@@ -398,46 +487,52 @@ def launch_linear(
     part: Tensor,
     ticket: Tensor,
     bias_M: Tensor | None = None,
-    norm: tuple[Tensor, Tensor, float] | None = None,
     squares_JN: tuple[Tensor, int] | None = None,
+    eps: float = 0.0,
     activation: int = 0,
     add: Tensor | None = None,
     add_index_N: Tensor | None = None,
     cache: tuple[Tensor, Tensor] | None = None,
+    scaled: tuple[Tensor, Tensor] | None = None,
     out_squares: Tensor | None = None,
+    policy: str = "",
     overlap: bool = False,
 ) -> int:
     """Launch `linear_kernel`; returns J, the blocks of `out_squares`.
 
     | name | shape, dtype | in/out | meaning |
     |---|---|---|---|
-    | `x_NK` | [N, K] float | in | rows, contiguous; N = `rows` |
+    | `x_NK` | [N, K], the weights' dtype | in | rows, contiguous; N = `rows` |
     | `weight_MK` | [M, K], with SWIGLU [2 M, K] | in | contiguous |
-    | `out_NM` | [N, M] float32; with `cache` [N, M - width]; None: no such columns | out | |
+    | `out_NM` | [N, M]; with `cache` [N, M - width]; None: no such columns | out | |
     | `bias_M` | as the weights' first axis | in | |
-    | `norm` | weight [K], bias [K], eps | in | of the rows, with `squares_JN` |
-    | `squares_JN` | ([J, N] float32 partial sums of the rows' squares, J) | in | |
+    | `squares_JN` | ([J, N] float32, J) | in | partial sums of squares of the rows to be normed, of
+      which `x_NK` is the product with the norm's weight; None: rows that are not normed |
+    | `eps` | | in | of the norm |
     | `add` | [N, M], or [*, M] with `add_index_N` [N] int | in | added last |
     | `cache` | ([S, width], [N] int32 slots) | out | takes the last columns; slot -1: none |
+    | `scaled` | ([N, M] of any dtype, [M] weight) | out, in | the result times the weight |
     | `out_squares` | [J, N] float32, flat | out | partial sums of squares of the result |
     | `part`, `ticket` | see `linear_scratch`; tickets are 0 before and after | scratch | |
+    | `policy` | | | Triton's eviction policy for the weights |
     | `overlap` | | | start while the launch before runs, and wait there |
     """
     inputs = x_NK.shape[1]
     outputs = weight_MK.shape[0] // (2 if activation == SWIGLU else 1)
     blocks = triton.cdiv(outputs, tiling.block_o)
     squares, J = squares_JN if squares_JN is not None else (x_NK, 0)
-    weight, bias, eps = norm if norm is not None else (x_NK, x_NK, 0.0)
     kv, slots = cache if cache is not None else (x_NK, x_NK)
+    following, following_weight = scaled if scaled is not None else (x_NK, x_NK)
     options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    width = 0 if out_NM is None else outputs - (0 if cache is None else kv.shape[1])
     linear_kernel[(blocks, tiling.splits, triton.cdiv(rows, tiling.block_n))](
-        *(x_NK, weight_MK, x_NK if bias_M is None else bias_M, weight, bias, squares),
+        *(x_NK, weight_MK, x_NK if bias_M is None else bias_M, squares),
         *(x_NK if add is None else add, x_NK if add_index_N is None else add_index_N),
-        *(x_NK if out_NM is None else out_NM, kv, slots),
+        *(x_NK if out_NM is None else out_NM, following, following_weight, kv, slots),
         *(x_NK if out_squares is None else out_squares, part, ticket, rows, eps),
         K=inputs,
         M=outputs,
-        OUT=outputs - (0 if cache is None else kv.shape[1]),
+        OUT=width,
         J=J,
         JB=triton.next_power_of_2(max(1, J)),
         BIAS=bias_M is not None,
@@ -445,15 +540,18 @@ def launch_linear(
         ADD=0 if add is None else ADD_ROWS if add_index_N is None else ADD_INDEXED,
         CACHE=cache is not None,
         SQUARES=out_squares is not None,
+        NEXT=scaled is not None,
         SPLITS=tiling.splits,
         BO=tiling.block_o,
         BN=tiling.block_n,
         BK=tiling.block_k,
+        DOTS=tiling.dots,
         LINES=triton.next_power_of_2(
             triton.cdiv(inputs * weight_MK.itemsize, tiling.splits * CACHE_LINE)
         ),
         # The interpreter multiplies the raw bits of bfloat16; float32 holds the same values.
         WIDEN=INTERPRETED and weight_MK.dtype == torch.bfloat16,
+        POLICY=policy,
         OVERLAP=overlap,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

@@ -9,12 +9,41 @@ best candidate and ties go to the one inserted first. A key holds its score: the
 
 The module knows neither where log-probabilities come from nor what is done with the nodes placed.
 
-Shape legend: G nodes popped at once, GB the power of two above; C children kept, CB above; P pool,
-PB above; F places of the frontier, FB above; T rows; W words of ancestor bits, WB above.
+What is selected from stands in three axes [rows, S, L] with L no longer than a warp loads at once:
+a row is then one warp's, and a minimum over it takes no barrier.
+
+Shape legend: G nodes popped at once, GB the power of two above; C children kept, CB above; P pool;
+F places of the frontier, FB above; T rows; W words of ancestor bits, WB above.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def _smallest(
+    magnitudes,
+    index,
+    COUNT: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEPT: tl.constexpr,
+):
+    """The COUNT smallest of each row of int32 `magnitudes` [ROWS, S, L], in rising order and, if
+    equal, in that of `index`: magnitudes and indices, each [ROWS, KEPT] and the largest int32 past
+    COUNT. Two minima of 32 bits, which a warp takes in one instruction each, for every one found.
+    """
+    NONE: tl.constexpr = 0x7FFFFFFF
+    c = tl.arange(0, KEPT)[None, :]
+    found = tl.full((ROWS, KEPT), NONE, tl.int32)
+    places = tl.full((ROWS, KEPT), NONE, tl.int32)
+    for number in range(COUNT):
+        smallest = tl.min(tl.min(magnitudes, 1), 1)
+        equal = tl.where(magnitudes == smallest[:, None, None], index, NONE)
+        place = tl.min(tl.min(equal, 1), 1)
+        magnitudes = tl.where(index == place[:, None, None], NONE, magnitudes)
+        found = tl.where(c == number, smallest[:, None], found)
+        places = tl.where(c == number, place[:, None], places)
+    return found, places
 
 
 @triton.jit
@@ -33,32 +62,28 @@ def push_children(
     GB: tl.constexpr,
     C: tl.constexpr,
     CB: tl.constexpr,
-    PB: tl.constexpr,
+    S: tl.constexpr,
+    L: tl.constexpr,
 ):
     """Put the best C children of every expanded node on the frontier, from place `first` on.
 
-    `log_probs`, `ids` [GB, PB] with ids below 0 for padding; `expanded`, `row`, `score` [GB];
+    `log_probs`, `ids` [GB, S, L] with ids below 0 for padding; `expanded`, `row`, `score` [GB];
     `ids_ptr` [GB] points at the pools of the children; the other pointers at the request's frontier
     [F]. Nodes that are not expanded write places without a candidate.
     """
-    NO_KEY: tl.constexpr = 0x7F80000000000000
+    INFINITY: tl.constexpr = 0x7F800000
     g = tl.arange(0, GB)
+    c = tl.arange(0, CB)
     log_probs = tl.where(log_probs > 0.0, 0.0, log_probs)
     # NaN compares as false.
-    usable = (log_probs > float("-inf")) & (ids >= 0) & expanded[:, None]
-    magnitude = (log_probs.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
-    index = tl.arange(0, PB)[None, :].to(tl.int64)
-    keys = tl.where(usable, (magnitude << 32) | index, NO_KEY | index)
-    c = tl.arange(0, CB)
-    chosen = tl.full((GB, CB), NO_KEY, tl.int64)
-    for child in range(C):
-        smallest = tl.min(keys, 1)
-        keys = tl.where(keys == smallest[:, None], 0x7FFFFFFFFFFFFFFF, keys)
-        chosen = tl.where((c == child)[None, :], smallest[:, None], chosen)
+    usable = (log_probs > float("-inf")) & (ids >= 0) & expanded[:, None, None]
+    magnitudes = log_probs.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    index = tl.arange(0, S)[None, :, None] * L + tl.arange(0, L)[None, None, :]
+    found, chosen = _smallest(tl.where(usable, magnitudes, INFINITY), index, C, GB, CB)
 
-    live = chosen < NO_KEY
-    log_prob = -(chosen >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    token = tl.load(ids_ptr[:, None] + (chosen & 0xFFFFFFFF), mask=live, other=0).to(tl.int32)
+    live = found < INFINITY
+    log_prob = -found.to(tl.float32, bitcast=True)
+    token = tl.load(ids_ptr[:, None] + chosen, mask=live, other=0).to(tl.int32)
     total = tl.where(live, score[:, None] + log_prob, float("-inf"))
     place = first + g[:, None] * C + c[None, :]
     magnitude = (total.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
@@ -93,14 +118,21 @@ def place_best(
     ones first, and the count of rows after it.
     """
     NO_KEY: tl.constexpr = 0x7F80000000000000
+    NO_VALUE: tl.constexpr = 0x7FFFFFFFFFFFFFFF
+    # A warp loads 64 keys at once; rows for four warps.
+    L: tl.constexpr = FB if FB < 64 else 64
+    ROWS: tl.constexpr = FB // L if FB // L < 4 else 4
+    S: tl.constexpr = FB // (L * ROWS)
     g = tl.arange(0, GB)
-    f = tl.arange(0, FB)
-    keys = tl.load(keys_ptr + f, mask=f < used, other=0x7FFFFFFFFFFFFFFF)
-    best = tl.full((GB,), 0x7FFFFFFFFFFFFFFF, tl.int64)
-    for pop in range(G):
-        smallest = tl.min(keys, 0)
-        keys = tl.where(keys == smallest, 0x7FFFFFFFFFFFFFFF, keys)
-        best = tl.where(g == pop, smallest, best)
+    f = tl.arange(0, ROWS)[:, None, None] * (S * L) + tl.arange(0, S)[None, :, None] * L
+    f = f + tl.arange(0, L)[None, None, :]
+    keys = tl.load(keys_ptr + f, mask=f < used, other=NO_VALUE)
+    found, places = _smallest((keys >> 32).to(tl.int32), f, G, ROWS, GB)
+    # The best of the rows' best by rank: keys of candidates are distinct.
+    best_of_rows = tl.reshape((found.to(tl.int64) << 32) | places.to(tl.int64), (ROWS * GB,))
+    ranks = tl.sum((best_of_rows[None, :] < best_of_rows[:, None]).to(tl.int32), 1)
+    here = ranks[:, None] == g[None, :]
+    best = tl.min(tl.where(here, best_of_rows[:, None], NO_VALUE), 0)
     popped = best < NO_KEY
     place = (best & 0xFFFFFFFF).to(tl.int32)
     score = -(best >> 32).to(tl.int32).to(tl.float32, bitcast=True)

@@ -13,7 +13,12 @@ input row (r with projected tables, else e); entry n = r * G + g is the g-th nod
 import triton
 import triton.language as tl
 
-from vllm_weaver.adapter.triton import norm_scale, pool_log_softmax, wait_for_previous
+from vllm_weaver.adapter.triton import (
+    let_next_start,
+    norm_scale,
+    pool_log_softmax,
+    wait_for_previous,
+)
 from vllm_weaver.ops.noise.drawn import drawn
 from vllm_weaver.tree.triton import place_best, place_root, push_children
 
@@ -38,6 +43,8 @@ def _prepare_nodes(
     path_ptr,
     row_paths_ptr,
     x_ptr,
+    scaled_ptr,
+    scale_ptr,
     squares_ptr,
     stride,
     T: tl.constexpr,
@@ -47,9 +54,13 @@ def _prepare_nodes(
     GB: tl.constexpr,
     E: tl.constexpr,
     EB: tl.constexpr,
+    STREAM: tl.constexpr,
     POSITIONS: tl.constexpr,
 ):
-    """Write what the node step reads of each entry; entries that do not expand are inert."""
+    """Write what the node step reads of each entry; entries that do not expand are inert.
+
+    The input row goes out times the weight of the norm that follows, with STREAM also as it is.
+    """
     g = tl.arange(0, GB)
     n = r * G + g
     here = g < G
@@ -78,7 +89,12 @@ def _prepare_nodes(
         if POSITIONS:
             at = positions_ptr + (depth + 1)[:, None] * E + e
             x += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(x_ptr + n[:, None] * E + e, x, mask=here[:, None] & (e < E))
+        inside = here[:, None] & (e < E)
+        if STREAM:
+            tl.store(x_ptr + n[:, None] * E + e, x, mask=inside)
+        weight = tl.load(scale_ptr + e, mask=e < E, other=0.0).to(tl.float32)
+        scaled = (x * weight).to(scaled_ptr.dtype.element_ty)
+        tl.store(scaled_ptr + n[:, None] * E + e, scaled, mask=inside)
         squares += tl.sum(x * x, 1)
     tl.store(squares_ptr + n, squares, mask=here)
 
@@ -104,8 +120,11 @@ def start_kernel(
     path_ptr,
     row_paths_ptr,
     x_ptr,
+    scaled_ptr,
+    scale_ptr,
     squares_ptr,
     prefix_x_ptr,
+    prefix_scale_ptr,
     prefix_squares_ptr,
     h_ver_stride_r,
     h_draft_stride_r,
@@ -123,15 +142,18 @@ def start_kernel(
     EB: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTHB: tl.constexpr,
+    STREAM: tl.constexpr,
     POSITIONS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (D + 2, R): the prefix rows of a request as float32 with their squares; then its root.
+    """Grid (D + 2, R): the prefix rows of a request times the weight of their norm, with their
+    squares; then its root.
 
     Hidden states of an inert request (root below 0) are not read: its rows are zeros.
     """
     if OVERLAP:
         wait_for_previous()
+        let_next_start()
     t = tl.program_id(0)
     r = tl.program_id(1)
     token = tl.load(roots_ptr + r).to(tl.int32)
@@ -145,7 +167,9 @@ def start_kernel(
             )
         k = tl.arange(0, WIDTHB)
         x = tl.load(source + k, mask=k < WIDTH * live, other=0.0).to(tl.float32)
-        tl.store(prefix_x_ptr + row.to(tl.int64) * WIDTH + k, x, mask=k < WIDTH)
+        scaled = x * tl.load(prefix_scale_ptr + k, mask=k < WIDTH, other=0.0).to(tl.float32)
+        at = prefix_x_ptr + row.to(tl.int64) * WIDTH + k
+        tl.store(at, scaled.to(prefix_x_ptr.dtype.element_ty), mask=k < WIDTH)
         tl.store(prefix_squares_ptr + row, tl.sum(x * x, 0))
     else:
         place_root(
@@ -157,8 +181,187 @@ def start_kernel(
             *(r, tl.arange(0, GB) < live, none, none + token, none),
             *(none.to(tl.float32), none, token_rows_ptr, positions_ptr, node_ptr, depth_ptr),
             *(score_ptr, position_ptr, count_ptr, slot_ptr, path_ptr, row_paths_ptr),
-            *(x_ptr, squares_ptr, stride, T, D, DB, G, GB, E, EB, POSITIONS),
+            *(x_ptr, scaled_ptr, scale_ptr, squares_ptr, stride),
+            *(T, D, DB, G, GB, E, EB, STREAM, POSITIONS),
         )
+
+
+@triton.jit
+def score_candidates(
+    n,
+    r,
+    block,
+    query_ptr,
+    norm_weight_ptr,
+    norm_bias_ptr,
+    query_squares_ptr,
+    pool_rows_ptr,
+    ids_ptr,
+    logits_ptr,
+    scores_ptr,
+    node_ptr,
+    depth_ptr,
+    ids_stride_r,
+    ids_stride_d,
+    logits_stride_r,
+    logits_stride_d,
+    N,
+    eps,
+    P: tl.constexpr,
+    BP: tl.constexpr,
+    K: tl.constexpr,
+    BK: tl.constexpr,
+    J: tl.constexpr,
+    JB: tl.constexpr,
+    POLICY: tl.constexpr,
+):
+    """Scores of a block of a node's candidates: the drafter's logit plus the product of the
+    candidate's row [K] with the node's query; with J > 0 the query is normed first.
+    """
+    depth = tl.load(depth_ptr + n)
+    if tl.load(node_ptr + n) >= 0:
+        p = block * BP + tl.arange(0, BP)
+        ids_at = r.to(tl.int64) * ids_stride_r + depth.to(tl.int64) * ids_stride_d
+        ids = tl.load(ids_ptr + ids_at + p, mask=p < P, other=-1).to(tl.int64)
+        if J > 0:
+            one = n + tl.zeros((1,), tl.int32)
+            scale = norm_scale(query_squares_ptr, one, one < N, N, eps, J, JB, K)
+        rows = pool_rows_ptr + ids[:, None] * K
+        acc = tl.zeros((BP, BK), tl.float32)
+        # Unrolled, so that the rows are all on their way at once.
+        for start in tl.static_range(0, K, BK):
+            k = start + tl.arange(0, BK)
+            query = tl.load(query_ptr + n * K + k, mask=k < K, other=0.0)
+            if J > 0:
+                norm_weight = tl.load(norm_weight_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+                norm_bias = tl.load(norm_bias_ptr + k, mask=k < K, other=0.0).to(tl.float32)
+                query = query * scale * norm_weight + norm_bias
+            mask = (ids >= 0)[:, None] & (k < K)[None, :]
+            w = tl.load(rows + k[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
+            acc += w.to(tl.float32) * query[None, :]
+        logits_at = r.to(tl.int64) * logits_stride_r + depth.to(tl.int64) * logits_stride_d
+        logits = tl.load(logits_ptr + logits_at + p, mask=p < P, other=0.0).to(tl.float32)
+        logits = tl.where(ids >= 0, logits + tl.sum(acc, 1), float("-inf"))
+        tl.store(scores_ptr + n * P + p, logits, mask=p < P)
+
+
+@triton.jit
+def grow(
+    r,
+    node,
+    own_depth,
+    score,
+    ids_ptr,
+    scores_ptr,
+    keys_ptr,
+    frontier_tokens_ptr,
+    frontier_parents_ptr,
+    token_rows_ptr,
+    positions_ptr,
+    tokens_ptr,
+    parents_ptr,
+    depths_ptr,
+    num_nodes_ptr,
+    ancestors_ptr,
+    node_ptr,
+    depth_ptr,
+    score_ptr,
+    position_ptr,
+    count_ptr,
+    slot_ptr,
+    path_ptr,
+    row_paths_ptr,
+    x_ptr,
+    scaled_ptr,
+    scale_ptr,
+    squares_ptr,
+    noise_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    ids_stride_r,
+    ids_stride_d,
+    noise_stride_r,
+    noise_stride_d,
+    stride,
+    first,
+    weight,
+    penalty,
+    NOISE: tl.constexpr,
+    HALVINGS: tl.constexpr,
+    P: tl.constexpr,
+    PB: tl.constexpr,
+    C: tl.constexpr,
+    CB: tl.constexpr,
+    F: tl.constexpr,
+    FB: tl.constexpr,
+    T: tl.constexpr,
+    W: tl.constexpr,
+    WB: tl.constexpr,
+    D: tl.constexpr,
+    DB: tl.constexpr,
+    G: tl.constexpr,
+    GB: tl.constexpr,
+    E: tl.constexpr,
+    EB: tl.constexpr,
+    STREAM: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """Growth of request r by its entries' `node`, `own_depth` and `score`, each [GB].
+
+    With NOISE, log-probabilities become those of being drawn by a sampler of that noise
+    (`ops.noise.drawn`). The children go to the frontier from place `first` on; the G best
+    candidates of the whole frontier are placed and prepared for the next round.
+    """
+    own = r * G + tl.arange(0, GB)
+    L: tl.constexpr = PB if PB < 128 else 128
+    S: tl.constexpr = PB // L
+    p = tl.arange(0, S)[None, :, None] * L + tl.arange(0, L)[None, None, :]
+    expanded = node >= 0
+    mask = expanded[:, None, None] & (p < P)
+    scores = scores_ptr + own[:, None, None] * P + p
+    logits = tl.load(scores, mask=mask, other=float("-inf"), cache_modifier=".cg")
+    pools = ids_ptr + r.to(tl.int64) * ids_stride_r + own_depth.to(tl.int64) * ids_stride_d
+    ids = tl.load(pools[:, None, None] + p, mask=mask, other=-1)
+    keys = keys_ptr + r * F
+    frontier_tokens = frontier_tokens_ptr + r * F
+    frontier_parents = frontier_parents_ptr + r * F
+    log_probs = pool_log_softmax(logits)
+    if NOISE:
+        noise_at = noise_ptr + (
+            r.to(tl.int64) * noise_stride_r + own_depth.to(tl.int64)[:, None] * noise_stride_d
+        )
+        p = tl.arange(0, PB)[None, :]
+        noise = tl.load(noise_at + p, mask=expanded[:, None] & (p < P), other=0.0)
+        log_probs = drawn(
+            *(
+                tl.reshape(log_probs, (GB, PB)),
+                noise,
+                tl.load(temperature_ptr + r),
+                tl.load(top_k_ptr + r),
+            ),
+            *(tl.load(top_p_ptr + r), tl.load(min_p_ptr + r), P, weight, penalty, HALVINGS),
+        )
+        log_probs = tl.reshape(log_probs, (GB, S, L))
+    push_children(
+        *(log_probs, ids, expanded, node, score, pools),
+        *(keys, frontier_tokens, frontier_parents, first, G, GB, C, CB, S, L),
+    )
+    tl.debug_barrier()
+    live, row, token, placed_depth, total, parent, placed = place_best(
+        *(keys, frontier_tokens, frontier_parents, first + G * C),
+        *(tokens_ptr + r * T, parents_ptr + r * T, depths_ptr + r * T, num_nodes_ptr + r),
+        *(ancestors_ptr + r * T * W, T, G, GB, FB, W, WB),
+    )
+    # A full tree has no use for further children.
+    leaf_depth = D * (placed < T).to(tl.int32)
+    _prepare_nodes(
+        *(r, live & (placed_depth < leaf_depth), row, token, placed_depth, total, parent),
+        *(token_rows_ptr, positions_ptr, node_ptr, depth_ptr, score_ptr, position_ptr),
+        *(count_ptr, slot_ptr, path_ptr, row_paths_ptr, x_ptr, scaled_ptr, scale_ptr),
+        *(squares_ptr, stride, T, D, DB, G, GB, E, EB, STREAM, POSITIONS),
+    )
 
 
 @triton.jit(do_not_specialize=["first"])
@@ -191,6 +394,8 @@ def score_and_grow_kernel(
     path_ptr,
     row_paths_ptr,
     x_ptr,
+    scaled_ptr,
+    scale_ptr,
     squares_ptr,
     noise_ptr,
     temperature_ptr,
@@ -231,93 +436,39 @@ def score_and_grow_kernel(
     GB: tl.constexpr,
     E: tl.constexpr,
     EB: tl.constexpr,
+    STREAM: tl.constexpr,
     POSITIONS: tl.constexpr,
+    POLICY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (blocks of P, N = R * G): scores of a block of a node's candidates, then growth.
-
-    A score is the drafter's logit plus the product of the candidate's row [K] with the node's
-    query; with J > 0 the query is normed first. With NOISE, log-probabilities become those of being
-    drawn by a sampler of that noise (`ops.noise.drawn`). The children go to the frontier from place
-    `first` on; the G best candidates of the whole frontier are placed and prepared for the next
-    round.
-    """
+    """Grid (blocks of P, N = R * G): `score_candidates`; `grow` in a request's last program."""
     if OVERLAP:
         wait_for_previous()
     n = tl.program_id(1)
     r = n // G
     # For growth, should this be the program that does it: its loads wait for each other enough.
     g = tl.arange(0, GB)
-    own = r * G + g
-    node = tl.load(node_ptr + own, mask=g < G, other=-1)
-    own_depth = tl.load(depth_ptr + own, mask=g < G, other=0)
-    score = tl.load(score_ptr + own, mask=g < G, other=0.0)
-    if tl.load(node_ptr + n) >= 0:
-        depth = tl.load(depth_ptr + n)
-        p = tl.program_id(0) * BP + tl.arange(0, BP)
-        ids_at = r.to(tl.int64) * ids_stride_r + depth.to(tl.int64) * ids_stride_d
-        ids = tl.load(ids_ptr + ids_at + p, mask=p < P, other=-1).to(tl.int64)
-        if J > 0:
-            one = n + tl.zeros((1,), tl.int32)
-            scale = norm_scale(query_squares_ptr, one, one < N, N, eps, J, JB, K)
-        rows = pool_rows_ptr + ids[:, None] * K
-        acc = tl.zeros((BP, BK), tl.float32)
-        # Unrolled, so that the rows are all on their way at once.
-        for start in tl.static_range(0, K, BK):
-            k = start + tl.arange(0, BK)
-            query = tl.load(query_ptr + n * K + k, mask=k < K, other=0.0)
-            if J > 0:
-                norm_weight = tl.load(norm_weight_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-                norm_bias = tl.load(norm_bias_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-                query = query * scale * norm_weight + norm_bias
-            mask = (ids >= 0)[:, None] & (k < K)[None, :]
-            w = tl.load(rows + k[None, :], mask=mask, other=0.0)
-            acc += w.to(tl.float32) * query[None, :]
-        logits_at = r.to(tl.int64) * logits_stride_r + depth.to(tl.int64) * logits_stride_d
-        logits = tl.load(logits_ptr + logits_at + p, mask=p < P, other=0.0).to(tl.float32)
-        logits = tl.where(ids >= 0, logits + tl.sum(acc, 1), float("-inf"))
-        tl.store(scores_ptr + n * P + p, logits, mask=p < P)
-
+    node = tl.load(node_ptr + r * G + g, mask=g < G, other=-1)
+    own_depth = tl.load(depth_ptr + r * G + g, mask=g < G, other=0)
+    score = tl.load(score_ptr + r * G + g, mask=g < G, other=0.0)
+    score_candidates(
+        *(n, r, tl.program_id(0), query_ptr, norm_weight_ptr, norm_bias_ptr, query_squares_ptr),
+        *(pool_rows_ptr, ids_ptr, logits_ptr, scores_ptr, node_ptr, depth_ptr, ids_stride_r),
+        *(ids_stride_d, logits_stride_r, logits_stride_d, N, eps, P, BP, K, BK, J, JB, POLICY),
+    )
+    if OVERLAP:
+        let_next_start()
     # The barrier puts all threads' stores before the ticket, which publishes them.
     tl.debug_barrier()
     if tl.atomic_add(ticket_ptr + r, 1) == tl.num_programs(0) * G - 1:
         tl.store(ticket_ptr + r, 0)
-        p = tl.arange(0, PB)[None, :]
-        expanded = node >= 0
-        mask = expanded[:, None] & (p < P)
-        logits = tl.load(
-            scores_ptr + own[:, None] * P + p, mask=mask, other=float("-inf"), cache_modifier=".cg"
-        )
-        pools = ids_ptr + r.to(tl.int64) * ids_stride_r + own_depth.to(tl.int64) * ids_stride_d
-        ids = tl.load(pools[:, None] + p, mask=mask, other=-1)
-        keys = keys_ptr + r * F
-        frontier_tokens = frontier_tokens_ptr + r * F
-        frontier_parents = frontier_parents_ptr + r * F
-        log_probs = pool_log_softmax(logits)
-        if NOISE:
-            noise_at = noise_ptr + (
-                r.to(tl.int64) * noise_stride_r + own_depth.to(tl.int64)[:, None] * noise_stride_d
-            )
-            noise = tl.load(noise_at + p, mask=mask, other=0.0)
-            log_probs = drawn(
-                *(log_probs, noise, tl.load(temperature_ptr + r), tl.load(top_k_ptr + r)),
-                *(tl.load(top_p_ptr + r), tl.load(min_p_ptr + r), P, weight, penalty, HALVINGS),
-            )
-        push_children(
-            *(log_probs, ids, expanded, node, score, pools),
-            *(keys, frontier_tokens, frontier_parents, first, G, GB, C, CB, PB),
-        )
-        tl.debug_barrier()
-        live, row, token, placed_depth, total, parent, placed = place_best(
-            *(keys, frontier_tokens, frontier_parents, first + G * C),
-            *(tokens_ptr + r * T, parents_ptr + r * T, depths_ptr + r * T, num_nodes_ptr + r),
-            *(ancestors_ptr + r * T * W, T, G, GB, FB, W, WB),
-        )
-        # A full tree has no use for further children.
-        leaf_depth = D * (placed < T).to(tl.int32)
-        _prepare_nodes(
-            *(r, live & (placed_depth < leaf_depth), row, token, placed_depth, total, parent),
-            *(token_rows_ptr, positions_ptr, node_ptr, depth_ptr, score_ptr, position_ptr),
-            *(count_ptr, slot_ptr, path_ptr, row_paths_ptr, x_ptr, squares_ptr),
-            *(stride, T, D, DB, G, GB, E, EB, POSITIONS),
+        grow(
+            *(r, node, own_depth, score, ids_ptr, scores_ptr, keys_ptr, frontier_tokens_ptr),
+            *(frontier_parents_ptr, token_rows_ptr, positions_ptr, tokens_ptr, parents_ptr),
+            *(depths_ptr, num_nodes_ptr, ancestors_ptr, node_ptr, depth_ptr, score_ptr),
+            *(position_ptr, count_ptr, slot_ptr, path_ptr, row_paths_ptr, x_ptr, scaled_ptr),
+            *(scale_ptr, squares_ptr, noise_ptr, temperature_ptr, top_k_ptr, top_p_ptr),
+            *(min_p_ptr, ids_stride_r, ids_stride_d, noise_stride_r, noise_stride_d, stride),
+            *(first, weight, penalty, NOISE, HALVINGS, P, PB, C, CB, F, FB, T, W, WB, D, DB),
+            *(G, GB, E, EB, STREAM, POSITIONS),
         )

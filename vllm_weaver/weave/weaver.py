@@ -6,7 +6,7 @@ The kernels are `weave.triton`'s and `adapter.triton`'s; nothing is computed her
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
@@ -17,29 +17,40 @@ from torch import Tensor
 from vllm_weaver.adapter.config import AdapterError
 from vllm_weaver.adapter.layers import BiasedRMSNorm, WeaverBlock
 from vllm_weaver.adapter.model import AdapterTables, WeaverAdapter
+from vllm_weaver.adapter.tiling import (
+    LayerShape,
+    RoundsTiling,
+    ScoreTiling,
+    Tiling,
+    choose_rounds,
+    choose_scores,
+    choose_tiling,
+    linear_scratch,
+)
 from vllm_weaver.adapter.triton import (
     ACTIVATIONS,
     INTERPRETED,
     SWIGLU,
-    Tiling,
-    choose_tiling,
+    folded_bias,
     launch_attention,
     launch_linear,
-    linear_scratch,
 )
 from vllm_weaver.ops.noise.drawn import HALVINGS
 from vllm_weaver.tree.best_first import check_growth
 from vllm_weaver.tree.draft_tree import DraftTree, check_budget, num_words
 from vllm_weaver.tree.shared_noise import CONDITIONAL_WEIGHT, OUTSIDE_PENALTY, SharedNoise
 from vllm_weaver.tree.weaver_tree import group_width, most_rounds
+from vllm_weaver.weave.persistent import POLLS, STALLED, rounds_kernel
 from vllm_weaver.weave.triton import score_and_grow_kernel, start_kernel
 
 MAX_GRAPHS = 32
 """Captured graphs that are kept; the one captured first goes first."""
 MAX_POOL = 1024
 """Candidates per depth: one program holds those of all nodes of a round."""
-_CANDIDATES = 8
-"""Candidates that one program scores."""
+MOST_PERSISTENT_ROWS = 8
+"""Rows up to which all rounds are one launch: its products are taken without tensor cores."""
+Tilings = Mapping[LayerShape, Tiling]
+ScoreTilings = Mapping[tuple[int, int], ScoreTiling]
 
 
 class TreeWeaver:
@@ -47,14 +58,18 @@ class TreeWeaver:
 
     | argument | meaning |
     |---|---|
-    | `adapter` | on the device, contiguous; its parameters must not move afterwards |
+    | `adapter` | on the device, contiguous; its parameters must not move or change afterwards |
     | `embed`, `lm_head` | [V, e] and [V, d], contiguous, of any float dtype; None with `tables` |
     | `tables` | `adapter.precompute`'s, as tensors: two launches a round fewer, and 42 MB a round
       less to read at the published size, for 2 V r numbers of memory |
     | `max_requests`, `pool` | largest R; P |
     | `budget`, `expansion_width`, `children`, `full_pools` | as in `tree.build_weaver_tree` |
-    | `overlap` | launch each kernel while the one before runs, and fetch its weights meanwhile
+    | `overlap` | launch each kernel while the one before ends, and fetch its weights meanwhile
       (sm_90 and later) |
+    | `persistent` | all rounds of few rows in one cooperative launch (`weave.persistent`), of this
+      shape if one is given; without tables and for other adapters than v1 of one layer, ignored |
+    | `resident` | ask the L2 cache to hold the weights of the output projection and the MLP |
+    | `tilings`, `score_tilings` | launch shapes instead of those of `adapter.tiling` |
     | `graphs` | whether calls are captured and replayed; None: on a GPU |
 
     `build` gives the trees of `build_weaver_tree(adapter.begin(...), ...)`. Scores are added up in
@@ -79,6 +94,10 @@ class TreeWeaver:
         children: int = 8,
         full_pools: bool = False,
         overlap: bool = False,
+        persistent: bool | RoundsTiling = False,
+        resident: bool = False,
+        tilings: Tilings | None = None,
+        score_tilings: ScoreTilings | None = None,
         graphs: bool | None = None,
     ) -> None:
         config = adapter.config
@@ -107,7 +126,10 @@ class TreeWeaver:
         check_growth(roots, config.depth, self.width, children)
         self._children = min(children, pool)
         self.rounds = most_rounds(budget, config.depth, self.width, children, full_pools)
-        self._overlap = overlap
+        self._overlap, self._resident = overlap, resident
+        fits = self._projected and config.variant == "v1" and config.num_layers == 1
+        self._persistent = persistent if fits else False
+        self._tilings, self._score_tilings = tilings, score_tilings
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] | None = (
             {} if (device.type == "cuda" if graphs is None else graphs) else None
         )
@@ -141,21 +163,29 @@ class TreeWeaver:
         self._node, self._depth, self._score = index(nodes), index(nodes), empty(nodes)
         self._position, self._count, self._slot = index(nodes), index(nodes), index(nodes)
         self._path, self._row_paths = index(nodes, depth), index(max_requests, rows, depth)
-        self._node_x, self._node_squares = empty(nodes, widths[0]), empty(nodes)
-        self._prefix_x, self._prefix_squares = empty(prefix, config.d_model), empty(prefix)
+        # Rows times the weight of the norm that follows; with projected tables the nodes' inputs
+        # are the residual stream besides.
+        self._node_scaled = empty(nodes, widths[0], dtype=dtype)
+        self._node_squares = empty(nodes)
+        self._node_x = empty(nodes, r) if self._projected else self._node_squares
+        self._prefix_x = empty(prefix, config.d_model, dtype=dtype)
+        self._prefix_squares = empty(prefix)
         t = torch.arange(depth + 1, dtype=torch.int32, device=device).repeat(max_requests)
         request = torch.arange(max_requests, dtype=torch.int32, device=device)
         self._prefix_position, self._prefix_count = t, t + 1
         self._prefix_slot = request.repeat_interleave(depth + 1) * self._stride + t
         self._kv = empty(config.num_layers, max_requests * self._stride, 2 * r, dtype=dtype)
         self._x = [empty(most, r) for _ in range(2)]
+        self._scaled = empty(most, r, dtype=dtype)
         self._q = empty(most, r)
         self._attended = empty(most, r, dtype=dtype)
         self._hidden = empty(most, config.mlp_dim, dtype=dtype)
         self._query = None if self._projected else empty(nodes, config.d_model)
         self._scores, self._request_ticket = empty(nodes, pool), index(max_requests)
-        widest = triton.cdiv(max(r, config.mlp_dim), 16)
-        self._squares = [empty(widest * most) for _ in range(2)]
+        # Blocks of 16 outputs or more, or of any number where rows are few.
+        blocks = max(triton.cdiv(r, 16) * most, r * MOST_PERSISTENT_ROWS)
+        self._squares = [empty(blocks) for _ in range(2)]
+        self._barrier = index(4)
         self._positions = None
         if adapter.pos_emb is not None:
             self._positions = F.pad(adapter.pos_emb.detach(), (0, 0, 1, 0)).contiguous()
@@ -163,6 +193,14 @@ class TreeWeaver:
         self._rope = None if rope is None else torch.stack(rope, dim=1).contiguous()
         part, ticket = self._scratch()
         self._part, self._ticket = empty(part), index(ticket)
+        layers = [cast(WeaverBlock, block) for block in adapter.blocks]
+        self._qkv_bias = [folded_bias(b.qkv_proj, b.norm_attn.bias) for b in layers]
+        self._first_bias = [folded_bias(_mlp(b)[0], b.norm_mlp.bias) for b in layers]
+        self._prefix_bias = folded_bias(adapter.proposal_in, _norm(adapter.output_norm).bias)
+        if not self._projected:
+            norms = _norm(adapter.embed_norm), _norm(adapter.out_norm)
+            self._token_bias = folded_bias(adapter.token_in, norms[0].bias)
+            self._query_bias = folded_bias(adapter.lm_head_query_in, norms[1].bias)
         self.launches = 0
 
     def nbytes(self) -> int:
@@ -254,6 +292,9 @@ class TreeWeaver:
         self.launches = 0
         self._start(R, h_draft_RDd)
         self._run_prefix(R)
+        if self._persistent and R * self.width <= MOST_PERSISTENT_ROWS:
+            self._run_rounds(R, ids_RDP, logits_RDP, noise)
+            return
         for step in range(self.rounds):
             query, squares = self._run_nodes(R)
             self._score_and_grow(R, step, query, squares, ids_RDP, logits_RDP, noise)
@@ -265,12 +306,18 @@ class TreeWeaver:
     def _entries(self) -> tuple[Tensor, ...]:
         return (
             *(self._node, self._depth, self._score, self._position, self._count, self._slot),
-            *(self._path, self._row_paths, self._node_x, self._node_squares),
+            *(self._path, self._row_paths, self._node_x, self._node_scaled),
+            *(self._first_norm().weight, self._node_squares),
         )
+
+    def _first_norm(self) -> BiasedRMSNorm:
+        """The norm that the nodes' inputs meet first."""
+        adapter = self._adapter
+        return _norm(adapter.blocks[0].norm_attn if self._projected else adapter.embed_norm)
 
     def _sizes(self) -> dict[str, Any]:
         rows, depth, words = self.budget + 1, self._adapter.config.depth, self._tree[4].shape[2]
-        width = self._node_x.shape[1]
+        width = self._node_scaled.shape[1]
         return {
             "T": rows,
             "W": words,
@@ -281,6 +328,7 @@ class TreeWeaver:
             "GB": triton.next_power_of_2(self.width),
             "E": width,
             "EB": min(2048, triton.next_power_of_2(width)),
+            "STREAM": self._projected,
             # Without projected tables the position is added after the input projection.
             "POSITIONS": self._projected and self._positions is not None,
             "OVERLAP": self._overlap,
@@ -292,7 +340,7 @@ class TreeWeaver:
         self.launches += 1
         start_kernel[(config.depth + 2, R)](
             *(self._h_ver, h_draft_RDd, self._roots, *self._node_arguments()),
-            *(self._prefix_x, self._prefix_squares),
+            *(self._prefix_x, _norm(self._adapter.output_norm).weight, self._prefix_squares),
             *(self._h_ver.stride(0), *h_draft_RDd.stride()[:2], self._stride),
             TB=triton.next_power_of_2(self.budget + 1),
             WIDTH=config.d_model,
@@ -307,7 +355,7 @@ class TreeWeaver:
         self.launches += 1
         gated = options.get("activation") == SWIGLU
         outputs = weight.shape[0] // (2 if gated else 1)
-        tiling = choose_tiling(rows, x.shape[1], outputs, weight.dtype)
+        tiling = choose_tiling(rows, x.shape[1], outputs, weight.dtype, gated, self._tilings)
         return launch_linear(
             *(tiling, rows, x, weight, out),
             part=self._part,
@@ -322,25 +370,30 @@ class TreeWeaver:
         config = adapter.config
         rows = R * (config.depth + 1)
         x, squares = self._x[0], self._squares[0]
+        norm = _norm(adapter.output_norm)
         J = self._linear(
             *(rows, self._prefix_x, adapter.proposal_in.weight, x),
-            bias_M=adapter.proposal_in.bias,
-            norm=_norm(adapter.output_norm),
+            bias_M=self._prefix_bias,
             squares_JN=(self._prefix_squares, 1),
+            eps=norm.eps,
             add=self._positions,
             add_index_N=self._prefix_position,
+            scaled=(self._scaled, _norm(adapter.blocks[0].norm_attn).weight),
             out_squares=squares,
         )
         cache = (self._prefix_slot, self._prefix_count, config.depth + 1)
+        scaled = self._scaled
         for layer, module in enumerate(adapter.blocks):
             block = cast(WeaverBlock, module)
             if layer < config.num_layers - 1:
-                x, squares, J = self._run_block(rows, layer, block, x, (squares, J), *cache)
+                given = (rows, layer, x, scaled, (squares, J))
+                x, squares, J = self._run_block(*given, *cache)
             else:
                 self._linear(
-                    *(rows, x, block.qkv_proj.weight[config.d_rank :], None),
-                    norm=_norm(block.norm_attn),
+                    *(rows, scaled, block.qkv_proj.weight[config.d_rank :], None),
+                    bias_M=self._qkv_bias[layer][config.d_rank :],
                     squares_JN=(squares, J),
+                    eps=block.norm_attn.eps,
                     cache=(self._kv[layer], self._prefix_slot),
                 )
 
@@ -348,29 +401,31 @@ class TreeWeaver:
         """The node step of all entries: queries, with their squares where a norm is to come."""
         adapter = self._adapter
         rows = R * self.width
-        x, squares, J = self._node_x, self._node_squares, 1
+        x, scaled, squares, J = self._node_x, self._node_scaled, self._node_squares, 1
         if not self._projected:
-            out, out_squares = self._x[0], self._squares[0]
+            x, out_squares = self._x[0], self._squares[0]
             J = self._linear(
-                *(rows, x, adapter.token_in.weight, out),
-                bias_M=adapter.token_in.bias,
-                norm=_norm(adapter.embed_norm),
+                *(rows, scaled, adapter.token_in.weight, x),
+                bias_M=self._token_bias,
                 squares_JN=(squares, J),
+                eps=_norm(adapter.embed_norm).eps,
                 add=self._positions,
                 add_index_N=self._position,
+                scaled=(self._scaled, _norm(adapter.blocks[0].norm_attn).weight),
                 out_squares=out_squares,
             )
-            x, squares = out, out_squares
+            scaled, squares = self._scaled, out_squares
         cache = (self._slot, self._count, self.width)
-        for layer, module in enumerate(adapter.blocks):
-            block = cast(WeaverBlock, module)
-            x, squares, J = self._run_block(rows, layer, block, x, (squares, J), *cache)
+        for layer in range(adapter.config.num_layers):
+            x, squares, J = self._run_block(rows, layer, x, scaled, (squares, J), *cache)
+            scaled = self._scaled
         if self._query is None:
             return x, (squares, J)
         self._linear(
-            *(rows, x, adapter.lm_head_query_in.weight, self._query),
-            norm=_norm(adapter.out_norm),
+            *(rows, scaled, adapter.lm_head_query_in.weight, self._query),
+            bias_M=self._query_bias,
             squares_JN=(squares, J),
+            eps=_norm(adapter.out_norm).eps,
         )
         return self._query, None
 
@@ -378,19 +433,26 @@ class TreeWeaver:
         self,
         rows: int,
         layer: int,
-        block: WeaverBlock,
         x: Tensor,
+        scaled: Tensor,
         squares_JN: tuple[Tensor, int],
         slot: Tensor,
         count: Tensor,
         group: int,
     ) -> tuple[Tensor, Tensor, int]:
-        """One block over `rows` rows from `x` into `_x[0]`; its squares and their number."""
+        """One block over `rows` rows of the stream `x` and their product `scaled` with its norm's
+        weight, into `_x[0]` and, unless nothing follows it, `_scaled`; its squares, their number.
+        """
+        adapter = self._adapter
+        block = cast(WeaverBlock, adapter.blocks[layer])
+        kept, given_up = ("evict_last", "evict_first") if self._resident else ("", "")
         self._linear(
-            *(rows, x, block.qkv_proj.weight, self._q),
-            norm=_norm(block.norm_attn),
+            *(rows, scaled, block.qkv_proj.weight, self._q),
+            bias_M=self._qkv_bias[layer],
             squares_JN=squares_JN,
+            eps=block.norm_attn.eps,
             cache=(self._kv[layer], slot),
+            policy=given_up,
         )
         self.launches += 1
         launch_attention(
@@ -402,22 +464,34 @@ class TreeWeaver:
         )
         between, squares = self._x[1], self._squares[1]
         J = self._linear(
-            *(rows, self._attended, block.o_proj.weight, between), add=x, out_squares=squares
+            *(rows, self._attended, block.o_proj.weight, between),
+            add=x,
+            scaled=(self._scaled, block.norm_mlp.weight),
+            out_squares=squares,
+            policy=kept,
         )
         first, second = _mlp(block)
         self._linear(
-            *(rows, between, first.weight, self._hidden),
-            bias_M=first.bias,
-            norm=_norm(block.norm_mlp),
+            *(rows, self._scaled, first.weight, self._hidden),
+            bias_M=self._first_bias[layer],
             squares_JN=(squares, J),
+            eps=block.norm_mlp.eps,
             activation=ACTIVATIONS[block.activation or "gelu"],
+            policy=kept,
         )
+        following: BiasedRMSNorm | None = None
+        if layer + 1 < adapter.config.num_layers:
+            following = _norm(adapter.blocks[layer + 1].norm_attn)
+        elif not self._projected:
+            following = _norm(adapter.out_norm)
         out, out_squares = self._x[0], self._squares[0]
         J = self._linear(
             *(rows, self._hidden, second.weight, out),
             bias_M=second.bias,
             add=between,
+            scaled=None if following is None else (self._scaled, following.weight),
             out_squares=out_squares,
+            policy=kept,
         )
         return out, out_squares, J
 
@@ -434,33 +508,104 @@ class TreeWeaver:
         self.launches += 1
         # Without noise the kernel reads none of these.
         drawn_by = noise or (logits_RDP,) * 5
-        weight, bias, eps = _norm(self._adapter.out_norm)
+        norm = _norm(self._adapter.out_norm)
         squares, J = squares_JN if squares_JN is not None else (query, 0)
         places = self._frontier[0].shape[1]
-        rows = R * self.width
-        score_and_grow_kernel[(triton.cdiv(self.pool, _CANDIDATES), rows)](
-            *(query, weight, bias, squares, self._pool_rows, ids_RDP, logits_RDP),
+        rows, inputs = R * self.width, query.shape[1]
+        tiling = choose_scores(inputs, R, self.width, self.pool, self._score_tilings)
+        score_and_grow_kernel[(triton.cdiv(self.pool, tiling.candidates), rows)](
+            *(query, norm.weight, norm.bias, squares, self._pool_rows, ids_RDP, logits_RDP),
             *(self._scores, self._request_ticket, *self._frontier, *self._node_arguments()),
             *(*drawn_by, *ids_RDP.stride()[:2], *logits_RDP.stride()[:2]),
             *(*drawn_by[0].stride()[:2], self._stride),
-            *(step * self.width * self._children, rows, eps),
+            *(step * self.width * self._children, rows, norm.eps),
             *(CONDITIONAL_WEIGHT, OUTSIDE_PENALTY),
             NOISE=bool(noise),
             HALVINGS=HALVINGS,
             P=self.pool,
             PB=triton.next_power_of_2(self.pool),
-            BP=_CANDIDATES,
-            K=query.shape[1],
-            BK=score_width(query.shape[1]),
+            BP=tiling.candidates,
+            K=inputs,
+            BK=tiling.block_k,
             J=J,
             JB=triton.next_power_of_2(max(1, J)),
             C=self._children,
             CB=triton.next_power_of_2(self._children),
             F=places,
             FB=triton.next_power_of_2(places),
-            num_warps=growth_warps(self.width, self.pool),
+            POLICY="evict_first" if self._resident else "",
+            num_warps=tiling.num_warps,
             **self._sizes(),
         )
+
+    def _run_rounds(
+        self, R: int, ids_RDP: Tensor, logits_RDP: Tensor, noise: tuple[Tensor, ...]
+    ) -> None:
+        """All rounds at once."""
+        self.launches += 1
+        adapter = self._adapter
+        config, block = adapter.config, cast(WeaverBlock, adapter.blocks[0])
+        first, second = _mlp(block)
+        norm, rows = _norm(adapter.out_norm), R * self.width
+        drawn_by = noise or (logits_RDP,) * 5
+        tiling = self._persistent
+        if not isinstance(tiling, RoundsTiling):
+            tiling = choose_rounds(config.d_rank, R, self.width, self.pool)
+        places = self._frontier[0].shape[1]
+        J = triton.cdiv(config.d_rank, tiling.outputs)
+        programs, options = 1, {}
+        if not INTERPRETED:
+            properties = torch.cuda.get_device_properties(self._roots.device)
+            programs = properties.multi_processor_count * tiling.programs
+            options = {"launch_cooperative_grid": True}
+        sizes = self._sizes()
+        for name in ("STREAM", "OVERLAP", "launch_pdl"):
+            sizes.pop(name, None)
+        rounds_kernel[(programs,)](
+            *(block.qkv_proj.weight, self._qkv_bias[0], block.norm_attn.eps, block.o_proj.weight),
+            *(block.norm_mlp.weight, block.norm_mlp.eps, first.weight, self._first_bias[0]),
+            *(second.weight, second.bias, self._q, self._kv[0], self._attended, self._x[1]),
+            *(self._scaled, self._squares[1], self._hidden, self._x[0], self._squares[0]),
+            *(norm.weight, norm.bias, self._pool_rows, ids_RDP, logits_RDP, self._scores),
+            *(self._request_ticket, self._barrier, *self._frontier, *self._node_arguments()),
+            *(*drawn_by, *ids_RDP.stride()[:2], *logits_RDP.stride()[:2]),
+            *(*drawn_by[0].stride()[:2], self._stride, config.head_dim**-0.5, norm.eps),
+            *(CONDITIONAL_WEIGHT, OUTSIDE_PENALTY, POLLS),
+            R=R,
+            J=J,
+            JB=triton.next_power_of_2(J),
+            ROUNDS=self.rounds,
+            H=config.num_heads,
+            HD=config.head_dim,
+            HB=triton.next_power_of_2(config.head_dim),
+            LB=triton.next_power_of_2(2 * config.depth + 1),
+            MLP=config.mlp_dim,
+            MB=triton.next_power_of_2(config.mlp_dim),
+            ACTIVATION=ACTIVATIONS[block.activation or "gelu"],
+            BO=tiling.outputs,
+            BN=triton.next_power_of_2(rows),
+            PREFETCH=tiling.prefetch and not INTERPRETED,
+            NOISE=bool(noise),
+            HALVINGS=HALVINGS,
+            P=self.pool,
+            PB=triton.next_power_of_2(self.pool),
+            BP=tiling.candidates,
+            BK=tiling.block_k,
+            C=self._children,
+            CB=triton.next_power_of_2(self._children),
+            F=places,
+            FB=triton.next_power_of_2(places),
+            TB=triton.next_power_of_2(self.budget + 1),
+            KB=triton.next_power_of_2(config.d_rank),
+            num_warps=tiling.num_warps,
+            num_stages=1,
+            **sizes,
+            **options,
+        )
+
+    def stalled(self) -> int:
+        """Launches of `persistent` whose programs did not run at once; waits for the device."""
+        return int(self._barrier[STALLED])
 
     def _linears(self) -> Iterator[tuple[bool, int, int, bool]]:
         """Layers by their inputs and outputs: of the prefix alone or of both; gated or not."""
@@ -483,7 +628,9 @@ class TreeWeaver:
         for R in range(1, self.max_requests + 1):
             for _, inputs, outputs, gated in self._linears():
                 for rows in (R * prefix, R * self.width):
-                    tiling: Tiling = choose_tiling(rows, inputs, outputs, self._adapter.dtype)
+                    tiling = choose_tiling(
+                        rows, inputs, outputs, self._adapter.dtype, gated, self._tilings
+                    )
                     parts, tickets = linear_scratch(tiling, rows, outputs, gated)
                     part, ticket = max(part, parts), max(ticket, tickets)
         return part, ticket
@@ -521,20 +668,8 @@ class TreeWeaver:
             )
 
 
-def score_width(inputs: int) -> int:
-    """Columns of candidates' rows read at a time: what registers hold of a loop unrolled."""
-    return min(1024 if inputs <= 2048 else 512, triton.next_power_of_2(inputs))
-
-
-def growth_warps(width: int, pool: int) -> int:
-    """Warps that hold the candidates of `width` nodes without spilling registers."""
-    candidates = triton.next_power_of_2(width) * triton.next_power_of_2(pool)
-    return 4 if candidates <= 2048 else 8 if candidates <= 4096 else 16
-
-
-def _norm(norm: BiasedRMSNorm | torch.nn.Module) -> tuple[Tensor, Tensor, float]:
-    norm = cast(BiasedRMSNorm, norm)
-    return norm.weight, norm.bias, norm.eps
+def _norm(norm: object) -> BiasedRMSNorm:
+    return cast(BiasedRMSNorm, norm)
 
 
 def _mlp(block: WeaverBlock) -> tuple[torch.nn.Linear, torch.nn.Linear]:
