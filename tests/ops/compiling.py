@@ -45,6 +45,7 @@ def compile_kernel(
         Registers and spilled bytes a thread, shared bytes a block; whether wgmma is used, how many
         loads of 16 bytes and how many reductions over a warp there are; for each loop with wgmma
         its instructions and how many of them read or write spilled registers.
+        loads of 16 bytes, reductions over a warp and shuffles there are.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -77,6 +78,7 @@ def compile_kernel(
         "loads_of_16_bytes": len(re.findall(r"ld\.global\S*\.v(?:4\.b32|2\.b64)", ptx)),
         "warp_reductions": len(re.findall(r"redux\.sync", ptx)),
         "wgmma_loops": wgmma_loops(code),
+        "shuffles": len(re.findall(r"shfl\.sync", ptx)),
     }
 
 

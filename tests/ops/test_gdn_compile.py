@@ -5,6 +5,7 @@ No GPU is needed. Run as a script for the figures: `python tests/ops/test_gdn_co
 process of its own compiles, since one that interprets Triton cannot. Shapes are Qwen3.6-27B's.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,11 @@ from compiling import SHARED_LIMIT, compile_kernel, figures_of, print_figures
 
 SPILL_LIMIT = {80: 512, 90: 128, 100: 576}
 """Bytes that a thread may keep in local memory, with Triton 3.6 to 3.9."""
+DELAYED_SPILL_LIMIT = {80: 1024, 90: 448, 100: 1024}
+"""The same with a commit in it, whose state stays in registers."""
+COMMIT_SHUFFLES = 48
+"""In the exact commit: 3 for each of 8 rows of a thread, and 5 for a norm here and there. Whole
+rows, as in decode, take 5 for each of 32."""
 
 HK, HV, K, V, W = 16, 48, 128, 128, 4
 C = 2 * HK * K + HV * V
@@ -20,6 +26,8 @@ POINTER_TYPES = {
     **dict.fromkeys(("slots_ptr", "num_nodes_ptr", "ancestors_ptr", "table_ptr"), "*i32"),
     **dict.fromkeys(("path_ptr", "length_ptr", "sources_ptr"), "*i32"),
     **dict.fromkeys(("boundary_slots_ptr", "boundary_length_ptr"), "*i32"),
+    **dict.fromkeys(("pending_path_ptr", "pending_length_ptr", "pending_requests_ptr"), "*i32"),
+    **dict.fromkeys(("pending_g_ptr", "pending_beta_ptr"), "*fp32"),
     **dict.fromkeys(("g_ptr", "beta_ptr", "stash_g_ptr", "stash_beta_ptr", "A_log_ptr"), "*fp32"),
     "state_ptr": "*fp32",
     "address_ptr": "*i64",
@@ -33,6 +41,8 @@ def type_of(name: str) -> str:
 
 
 def aligned(name: str) -> bool:
+    if name.startswith("pending_"):
+        return name.endswith(("_ptr", "stride_r", "stride_t"))
     return name.endswith("_ptr") or name[2:] in ("stride_r", "stride_t") or name == "C"
 
 
@@ -43,10 +53,14 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any
     from vllm_weaver.ops.conv import triton as conv
     from vllm_weaver.ops.gdn import triton as gdn
     from vllm_weaver.ops.gdn import triton_replay as replay
+    from vllm_weaver.ops.gdn.recurrence import columns_of_tile
+    from vllm_weaver.ops.gdn.triton_pending import held
 
     heads = {"STATE_STRIDE": HV * V * K, "HK": HK, "HV": HV, "K": K, "V": V}
-    for R, T in ((1, 16), (16, 32), (1, 64), (16, 64)):
-        tiling = gdn.choose_tiling(R, T, HV, V, K, torch.bfloat16, arch // 10)
+    shapes = (1, 16), (16, 16), (16, 32), (1, 64), (16, 64)
+    for (R, T), pending in itertools.product(shapes, (False, True)):
+        tiling = gdn.choose_tiling(R, T, HV, V, K, torch.bfloat16, arch // 10, pending)
+        columns, hold = held(K, tiling.block_k, torch.float32)
         constants = {
             **heads,
             "BT": tiling.block_t,
@@ -62,21 +76,27 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any
             "WHOLE": tiling.block_k == K,
             "WIDEN": False,
             "NATIVE": True,
+            "PENDING": pending,
+            "PENDING_BK": columns,
+            "PENDING_L2NORM": True,
+            "MOVED": True,
+            "HELD": pending and hold,
         }
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
-        name = f"verify R={R} T={T} {tuple(tiling)}"
+        name = f"{'delayed ' if pending else ''}verify R={R} T={T} {tuple(tiling)}"
         yield name, gdn.tree_verify_kernel, constants, options
 
     warp = {"num_warps": 1, "num_stages": 3}
     decode = {**heads, "BV": replay.BLOCK_V, "RAW_GATES": True, "L2NORM": True}
     yield "decode", replay.decode_kernel, decode, warp
-    for kind, block_v in replay.COMMIT_BLOCK_V.items():
+    for kind in ("rows", "raw rows"):
         commit = {
             **heads,
             "CONV_STRIDE": (W - 1) * C,
             "CONV_STRIDE_W": C,
             "CONV_STRIDE_C": 1,
-            "BV": block_v,
+            "BV": replay.COMMIT_BLOCK_V,
+            "BK": columns_of_tile(K, torch.float32),
             "RAW": kind == "raw rows",
             "BIAS": False,
             "SILU": True,
@@ -124,12 +144,15 @@ def compile_all(arch: int) -> dict[str, dict]:
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_within_limits(arch: int) -> None:
     for name, figure in figures_of(__file__, arch).items():
-        assert figure["spilled_bytes"] <= SPILL_LIMIT[arch], (name, figure)
+        limit = DELAYED_SPILL_LIMIT if name.startswith("delayed") else SPILL_LIMIT
+        assert figure["spilled_bytes"] <= limit[arch], (name, figure)
         assert figure["shared_bytes"] <= SHARED_LIMIT[arch], (name, figure)
         if arch == 90 and "T=64" in name:
             assert figure["wgmma"], (name, figure)
-        if name in ("decode", "commit of rows"):
-            assert figure["spilled_bytes"] == 0, (name, figure)
+        if name in ("decode", "commit of rows") or ("delayed" in name and "T=16" in name):
+            assert figure["spilled_bytes"] <= (0 if arch == 90 else 8), (name, figure)
+        if name.startswith("commit of"):
+            assert figure["shuffles"] <= COMMIT_SHUFFLES, (name, figure)
 
 
 if __name__ == "__main__":

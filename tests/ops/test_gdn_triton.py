@@ -479,6 +479,24 @@ def test_layers_committed_at_once_have_the_bits_of_one_by_one(backend: str) -> N
 
 
 @needs_kernel
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_every_tiling_of_the_commit_has_decodes_bits(dtype: torch.dtype) -> None:
+    from vllm_weaver.ops.gdn.triton_replay import CommitTiling, commit_layers
+
+    case = make_case([oracles.chain(9), oracles.wide(20)], dim=128, dtype=dtype)
+    _, stash = verify(case)
+    paths = [tree.deepest()[:9] for tree in case.trees]
+    length = torch.tensor([len(path) for path in paths], dtype=torch.int32, device=DEVICE)
+    decoded = [decode_path(case, r, paths[r], case.state[r].to(DEVICE)) for r in range(2)]
+    path, slots = oracles.padded(paths).to(DEVICE), case.slots.to(DEVICE)
+    for tiling in ((16, 128), (32, 128), (32, 64), (16, 32), (32, 32), None):
+        state = case.state.to(DEVICE, copy=True)
+        chosen = None if tiling is None else CommitTiling(*tiling)
+        commit_layers([stash], path, length, [state], slots, slots, tiling=chosen)
+        assert all(torch.equal(state[r], decoded[r]) for r in range(2)), tiling
+
+
+@needs_kernel
 def test_windows_stay_bit_equal_to_decode_and_close_to_transformers() -> None:
     gen = torch.Generator().manual_seed(11)
     start = make_case([oracles.chain(1)] * 2, seed=99).state

@@ -14,6 +14,7 @@ from vllm_weaver.ops.conv import (
 )
 from vllm_weaver.ops.gather import gather_paths, gather_rows
 from vllm_weaver.ops.gdn import (
+    GdnPending,
     GdnStash,
     ancestor_words,
     gdn_commit,
@@ -30,6 +31,7 @@ from vllm_weaver.ops.step import StepTensors, StoredTrees, prepare_step
 __all__ = [
     "AcceptedPaths",
     "ConvStash",
+    "GdnPending",
     "GdnStash",
     "StepTensors",
     "StoredTrees",

@@ -8,14 +8,14 @@ layer's core, or of the gated norm after it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from vllm_weaver.ops.dispatch import Backends, expect_indices, expect_shapes, refuse
 from vllm_weaver.ops.gdn import reference
-from vllm_weaver.ops.gdn.reference import GdnStash, ancestor_words
+from vllm_weaver.ops.gdn.reference import GdnPending, GdnStash, ancestor_words
 
 if TYPE_CHECKING:
     from vllm_weaver.ops.gdn.triton import GdnTritonStash
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     AnyStash = GdnStash | GdnTritonStash | GdnRawStash
 
 __all__ = [
+    "GdnPending",
     "GdnStash",
     "ancestor_words",
     "gdn_commit",
@@ -149,9 +150,13 @@ def gdn_tree_verify(
     max_depth: int | None = None,
     out: Tensor | None = None,
     stash: AnyStash | None = None,
+    pending: GdnPending | None = None,
     backend: str | None = None,
 ) -> tuple[Tensor, AnyStash]:
     """Outputs of every node, as if its path had been decoded; the state stays (spec section 5).
+
+    With `pending`, the path of an earlier step is committed first, and the tree is verified against
+    the state after it ("Delayed commit").
 
     With c_i the sum of g over the path to node i, and j < i for "j is a strict ancestor of i":
 
@@ -166,8 +171,9 @@ def gdn_tree_verify(
     v              [R, T, HV, V_h]       float    in      values; of key head h * HK // HV
     g, beta        [R, T, HV]            float32  in      of `gdn_gate`
     state          [slots, HV, V_h, K]   float32  in      recurrent states; any strides; read only
+                                                          unless `pending` is given
     state_indices  [R]                   int32    in      slot of each request; below 0: inert,
-                                                          gives zeros
+                                                          gives zeros. With `pending` no two alike
     parents        [R, T]                int32    in      parent of each node, before it; -1 at the
                                                           root; past `num_nodes` anything
     num_nodes      [R]                   int32    in      live nodes, root included; 0: inert
@@ -187,6 +193,10 @@ def gdn_tree_verify(
                                                           inputs. If one of an earlier call with the
                                                           same shapes is given, it is overwritten
                                                           (the reference makes a new one anyway)
+    pending        opaque                         in      path to commit before, a `GdnPending`;
+                                                          its stash shares no memory with `stash`:
+                                                          two alternate. None: the state is that of
+                                                          the roots already
     =============  ====================  =======  ======  ==========================================
 
     Past `num_nodes` every per-node input may hold anything, NaN included. The reference takes any T
@@ -198,8 +208,16 @@ def gdn_tree_verify(
     q, k and v in a 16-bit dtype and `qk_l2norm`, and has no use for `max_depth`; "triton" commits
     its stash.
 
+    With `pending`, states and outputs are those of `gdn_commit` with `exact=True`, into the slots
+    of `state_indices`, followed by this op, bit for bit as to the states; a length of 0 leaves the
+    state as it is, and a request that is not inert has its path committed even where `num_nodes` is
+    0. The "triton" backend does it in the same launch: one read and one write of the state instead
+    of two and one. Whatever else reads the state before this op must commit first, with
+    `gdn_commit`. The "cuda" backend does not take it.
+
     Raises:
-        ValueError: unknown backend, or shapes, dtypes or devices that do not fit together.
+        ValueError: unknown backend, or shapes, dtypes or devices that do not fit together; a
+            `pending` whose stash is of another backend, or shares memory with `stash`.
     """
     op = VERIFY.op
     if q.dim() != 4 or v.dim() != 4:
@@ -221,7 +239,9 @@ def gdn_tree_verify(
             refuse(op, f"ancestors is {ancestors.dtype}, expected int64 words of 64 bits")
     expect_shapes(op, q.device, shapes)
     expect_indices(op, {"state_indices": state_indices, "parents": parents, "num_nodes": num_nodes})
-    options = _expect_gates(op, A_log, dt_bias, v)
+    options: dict[str, Any] = dict(_expect_gates(op, A_log, dt_bias, v))
+    if pending is not None:
+        _expect_pending(op, pending, R, q.device)
     if ancestors is None:
         ancestors = ancestor_words(parents, num_nodes)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -229,8 +249,16 @@ def gdn_tree_verify(
     if plain:
         if options:
             g, beta = gdn_gate(g, beta, **options)
+        if pending is not None:
+            earlier = pending.aligned()
+            gdn_commit(
+                *(earlier.stash, earlier.path, earlier.length, state, state_indices),
+                backend="reference",
+            )
         made, stash = run(q, k, v, g, beta, *shared)
         return (made if out is None else out.copy_(made)), stash
+    if pending is not None:
+        options["pending"] = pending
     return run(q, k, v, g, beta, *shared, max_depth=max_depth, out=out, stash=stash, **options)
 
 
@@ -511,3 +539,22 @@ def _expect_gates(
     HV = v.shape[-2]
     expect_shapes(op, v.device, {"A_log": (A_log, (HV,)), "dt_bias": (dt_bias, (HV,))})
     return {"A_log": A_log, "dt_bias": dt_bias}
+
+
+def _expect_pending(op: str, pending: GdnPending, R: int, device: torch.device) -> None:
+    """Check the path that a verification of R requests is to commit."""
+    path, length, requests = pending.path, pending.length, pending.requests
+    if path.dim() != 2 or 0 in path.shape:
+        refuse(op, f"pending.path must be [P, L] with P and L > 0, got {list(path.shape)}")
+    P = len(path)
+    if requests is None and P != R:
+        refuse(op, f"pending is of {P} requests, not {R}: pending.requests tells which they are")
+    if len(pending.stash.g_RTH) != P:
+        refuse(op, f"pending.stash is of {len(pending.stash.g_RTH)} requests, its path of {P}")
+    shapes = {"pending.path": (path, tuple(path.shape)), "pending.length": (length, (P,))}
+    indices = {"pending.path": path, "pending.length": length}
+    if requests is not None:
+        shapes["pending.requests"] = requests, (R,)
+        indices["pending.requests"] = requests
+    expect_shapes(op, device, shapes)
+    expect_indices(op, indices)

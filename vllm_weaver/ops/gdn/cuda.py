@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_weaver.ops.cuda import NotBuilt, load
 from vllm_weaver.ops.dispatch import refuse
+from vllm_weaver.ops.gdn.reference import GdnPending
 from vllm_weaver.ops.gdn.triton import GdnTritonStash, empty_stash, rows_aligned
 
 HEAD_DIMS = (64, 128)
@@ -25,6 +26,7 @@ GATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CAPABILITY = (9, 0)
 MAX_ROWS = 256
 OP = "gdn_tree_verify"
+NO_PENDING = 'the cuda backend commits no pending path: gdn_commit first, or use "triton"'
 
 
 class Form(NamedTuple):
@@ -69,18 +71,22 @@ def tree_verify(
     max_depth: int | None = None,
     out: Tensor | None = None,
     stash: GdnTritonStash | None = None,
+    pending: GdnPending | None = None,
     form: Form | None = None,
 ) -> tuple[Tensor, GdnTritonStash]:
     """Launch the kernel; tensors as in `vllm_weaver.ops.gdn.gdn_tree_verify`.
 
     Args:
         max_depth: of no use here, since the solve goes by rows.
+        pending: must be None.
         form: compiled form; None chooses.
 
     Raises:
         ValueError: head dim, number of rows, dtype, stride or device that the kernel does not take,
             or the kernel is not built.
     """
+    if pending is not None:
+        refuse(OP, NO_PENDING)
     R, T, HK, K = k_RTHK.shape
     HV, V = v_RTHV.shape[2:]
     if stash is None:

@@ -14,6 +14,7 @@ accepted path; M packed tokens. Internal tensors are float32 (float64 where the 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -49,6 +50,29 @@ class GdnStash:
             beta_RTH=self.beta_RTH[requests],
             u_RTHV=self.u_RTHV[requests],
         )
+
+
+@dataclass(frozen=True)
+class GdnPending:
+    """The accepted path of an earlier step, for the next verification to commit.
+
+    stash: of that step's `gdn_tree_verify`; path [P, L] and length [P], int32: as `gdn_commit`
+    takes them, P the requests of that step; requests [R], int32: which of these each request of the
+    next step is, below 0 for none of them; None: the same ones in the same order.
+    """
+
+    stash: Any
+    path: Tensor
+    length: Tensor
+    requests: Tensor | None = None
+
+    def aligned(self) -> GdnPending:
+        """The same with the next step's requests in place of the earlier one's."""
+        if self.requests is None:
+            return self
+        index = self.requests.long().clamp(min=0)
+        length = torch.where(self.requests >= 0, self.length[index], 0)
+        return GdnPending(self.stash.select(index), self.path[index], length)
 
 
 def gate(a: Tensor, b: Tensor, A_log_H: Tensor, dt_bias_H: Tensor) -> tuple[Tensor, Tensor]:

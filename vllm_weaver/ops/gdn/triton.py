@@ -31,6 +31,28 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_weaver.ops.dispatch import refuse
+from vllm_weaver.ops.gdn.recurrence import INTERPRETED
+from vllm_weaver.ops.gdn.reference import GdnPending
+from vllm_weaver.ops.gdn.triton_pending import (
+    arguments,
+    check_pending,
+    commit_pending,
+    held,
+    joined,
+)
+from vllm_weaver.ops.gdn.triton_tiles import (
+    decays,
+    gates,
+    halves,
+    live_half,
+    load_words,
+    magnitude,
+    mask_tile,
+    popcount,
+    product,
+    project,
+    row_products,
+)
 
 HEAD_DIMS = (64, 128)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -75,115 +97,6 @@ class Tiling(NamedTuple):
 
 
 @triton.jit
-def gates(a, b, A_log, dt_bias):
-    """Log decay and write strength, with the operations of vLLM's packed decode kernel."""
-    x = a.to(tl.float32) + dt_bias
-    softplus = tl.where(x <= 20.0, tl.log(1.0 + tl.exp(x)), x)
-    return -tl.exp(A_log) * softplus, tl.sigmoid(b.to(tl.float32))
-
-
-@triton.jit
-def _dot(a, b, PRECISE: tl.constexpr):
-    """A product of factors of order one: float16 unless PRECISE."""
-    if PRECISE:
-        return tl.dot(a, b, input_precision="tf32x3")
-    else:
-        return tl.dot(a.to(tl.float16), b.to(tl.float16))
-
-
-@triton.jit
-def _dot_rows(a, b, acc, PRECISE: tl.constexpr, WIDEN: tl.constexpr):
-    """acc + a b^T of raw rows, whose dtype a dot takes as it is."""
-    if WIDEN:
-        # The interpreter multiplies the raw bits of bfloat16; float32 holds the same values.
-        return tl.dot(a.to(tl.float32), tl.trans(b).to(tl.float32), acc)
-    else:
-        return tl.dot(a, tl.trans(b), acc, input_precision="tf32x3" if PRECISE else None)
-
-
-@triton.jit
-def _split(x, dtype: tl.constexpr):
-    """float32 as two numbers of a narrower dtype: the leading bits that it holds, and the rest."""
-    bits = x.to(tl.int32, bitcast=True) & (-65536 if dtype == tl.bfloat16 else -8192)
-    high = bits.to(tl.float32, bitcast=True)
-    return high.to(dtype), (x - high).to(dtype)
-
-
-@triton.jit
-def _magnitude(x):
-    """The power of two at or below max |x|, and its inverse."""
-    bits = tl.max(tl.abs(x)).to(tl.int32, bitcast=True) & 0x7F800000
-    inverse = 0x7F000000 - bits
-    return bits.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _live_half(ancestors, row, alive, half, nodes, stride_t):
-    """32 ancestor bits of each row, from row 32 * `half` on; those of dead rows are cleared."""
-    left = tl.minimum(tl.maximum(nodes - 32 * half, 0), 32)
-    # Shifted in two steps, since one by 32 is undefined.
-    keep = ~((tl.full((), -1, tl.int32) << (left // 2)) << (left - left // 2))
-    return tl.load(ancestors + row * stride_t + half, mask=alive, other=0) & keep
-
-
-@triton.jit
-def _load_words(ancestors, row, alive, nodes, stride_t, jb: tl.constexpr, BT: tl.constexpr):
-    """Ancestor bits of each row in block `jb`: one half, or two where a block takes two."""
-    half: tl.constexpr = jb * BT // 32
-    low = _live_half(ancestors, row, alive, half, nodes, stride_t)
-    high = low
-    if BT == 64:
-        high = _live_half(ancestors, row, alive, half + 1, nodes, stride_t)
-    return low, high
-
-
-@triton.jit
-def _mask_tile(low, high, jb: tl.constexpr, BT: tl.constexpr):
-    """[BT, BT]: whether the column's row, of block `jb`, is the row or an ancestor of it."""
-    col = tl.arange(0, BT)[None, :]
-    word = low[:, None]
-    if BT == 64:
-        word = tl.where(col < 32, word, high[:, None])
-    return (word & (1 << ((jb * BT + col) % 32))) != 0
-
-
-@triton.jit
-def _popcount(x):
-    x = x - ((x >> 1) & 0x55555555)
-    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
-    x = (x + (x >> 4)) & 0x0F0F0F0F
-    return (x + (x >> 8) + (x >> 16) + (x >> 24)) & 0x3F
-
-
-@triton.jit
-def _exp2(x, NATIVE: tl.constexpr):
-    """2^x; on a GPU without the care for denormal results, which takes more than the rest."""
-    if NATIVE:
-        return tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
-        )
-    else:
-        return tl.exp2(x)
-
-
-@triton.jit
-def _decay(
-    c_i, low_i, c_j, low_j, factor_j, mask, tile, PRECISE: tl.constexpr, NATIVE: tl.constexpr
-):
-    """2^(c_i - c_j), times a factor per column, where `mask`, else 0.
-
-    Masked first: where j is no ancestor of i, the exponential would overflow.
-    """
-    gap = tile + c_i[:, None] - c_j[None, :]
-    if PRECISE:
-        gap += low_i[:, None] - low_j[None, :]
-    decay = _exp2(tl.where(mask, gap, float("-inf")), NATIVE)
-    if PRECISE:
-        decay *= factor_j[None, :]
-    return decay
-
-
-@triton.jit
 def tree_verify_kernel(
     q_ptr,
     k_ptr,
@@ -201,6 +114,22 @@ def tree_verify_kernel(
     stash_v_ptr,
     stash_g_ptr,
     stash_beta_ptr,
+    pending_k_ptr,
+    pending_v_ptr,
+    pending_g_ptr,
+    pending_beta_ptr,
+    pending_path_ptr,
+    pending_length_ptr,
+    pending_requests_ptr,
+    pending_L,
+    pending_k_stride_r,
+    pending_k_stride_t,
+    pending_v_stride_r,
+    pending_v_stride_t,
+    pending_gate_stride_r,
+    pending_gate_stride_t,
+    pending_path_stride_r,
+    pending_path_stride_l,
     scale,
     T,
     q_stride_r,
@@ -231,8 +160,16 @@ def tree_verify_kernel(
     PRECISE: tl.constexpr,
     WIDEN: tl.constexpr,
     NATIVE: tl.constexpr,
+    PENDING: tl.constexpr,
+    PENDING_BK: tl.constexpr,
+    PENDING_L2NORM: tl.constexpr,
+    MOVED: tl.constexpr,
+    HELD: tl.constexpr,
 ):
-    """Grid (V / BV, R * HV). With RAW_GATES, g and beta are a and b of `gates`."""
+    """Grid (V / BV, R * HV). With RAW_GATES, g and beta are a and b of `gates`.
+
+    With PENDING, the program first commits the earlier step's path (`triton_pending`).
+    """
     # Triton 3.6 misplaces the second half of a transposed wgmma operand with rows of 64 bytes.
     tl.static_assert(PRECISE or BT < 64 or BV >= 64, "blocks of 64 rows need BV of 64 or more")
     LOG2E: tl.constexpr = 1.4426950408889634
@@ -248,7 +185,10 @@ def tree_verify_kernel(
     slot = tl.load(slots_ptr + r).to(tl.int64)
     nodes = tl.minimum(tl.load(num_nodes_ptr + r).to(tl.int32), T)
     out = out_ptr + r * T * HV * V + hv * V + col[None, :]
-    if (slot < 0) | (nodes <= 0):
+    inert = slot < 0
+    if not PENDING:
+        inert = inert | (nodes <= 0)
+    if inert:
         for ib in tl.static_range(NB):
             row = ib * BT + ii
             zeros = tl.zeros((BT, BV), out_ptr.dtype.element_ty)
@@ -262,6 +202,40 @@ def tree_verify_kernel(
     gate = r * gate_stride_r + hv
     ancestors = ancestors_ptr + r * ancestors_stride_r
     stash_row = r * T * HV + hv
+    if PENDING:
+        J: tl.constexpr = K // PENDING_BK
+        rows = state_ptr + slot * STATE_STRIDE + (hv * V + col[:, None]) * K
+        tiles = commit_pending(
+            rows + tl.arange(0, PENDING_BK)[None, :],
+            pending_k_ptr,
+            pending_v_ptr,
+            pending_g_ptr,
+            pending_beta_ptr,
+            pending_path_ptr,
+            pending_length_ptr,
+            pending_requests_ptr,
+            pending_L,
+            pending_k_stride_r,
+            pending_k_stride_t,
+            pending_v_stride_r,
+            pending_v_stride_t,
+            pending_gate_stride_r,
+            pending_gate_stride_t,
+            pending_path_stride_r,
+            pending_path_stride_l,
+            r,
+            hk,
+            hv,
+            col,
+            K,
+            V,
+            PENDING_BK,
+            PENDING_L2NORM,
+            MOVED,
+        )
+        if not HELD:
+            # What other threads wrote is read below.
+            tl.debug_barrier()
 
     # Per block: log decay; its sum c over the path as high and low part, for columns; the columns'
     # factor; u and its magnitude.
@@ -286,7 +260,7 @@ def tree_verify_kernel(
         lows = ()
         highs = ()
         for jb in tl.static_range(ib + 1):
-            low, high = _load_words(ancestors, row, alive, nodes, ancestors_stride_t, jb, BT)
+            low, high = load_words(ancestors, row, alive, nodes, ancestors_stride_t, jb, BT)
             lows = lows + (low,)
             highs = highs + (high,)
 
@@ -301,26 +275,49 @@ def tree_verify_kernel(
             k_i = tl.load(k + row[:, None] * k_stride_t + dim, mask=alive[:, None], other=0.0)
             q_i = tl.load(q + row[:, None] * q_stride_t + dim, mask=alive[:, None], other=0.0)
             if ib == 0:
-                s = tl.load(state + dim).to(tl.float32)
-            keys = _dot_rows(k_i, k_i, keys, PRECISE, WIDEN)
+                if HELD:
+                    s = joined(tiles, J)
+                else:
+                    s = tl.load(state + dim).to(tl.float32)
+            keys = row_products(k_i, k_i, keys, PRECISE, WIDEN)
             if ib == 0:
-                s, s_low = _split(s, dtype)
+                s, s_low = halves(s, dtype)
         else:
             squares = tl.zeros((BT, BK), tl.float32)
-            for start in range(0, K, BK):
-                at = start + dim
-                k_i = tl.load(k + row[:, None] * k_stride_t + at, mask=alive[:, None], other=0.0)
-                q_i = tl.load(q + row[:, None] * q_stride_t + at, mask=alive[:, None], other=0.0)
-                s = tl.load(state + at).to(tl.float32)
-                keys = _dot_rows(k_i, k_i, keys, PRECISE, WIDEN)
-                queries = _dot_rows(q_i, k_i, queries, PRECISE, WIDEN)
-                squares += q_i.to(tl.float32) * q_i.to(tl.float32)
-                if not PRECISE:
-                    s, s_low = _split(s, dtype)
-                    recalled = _dot_rows(k_i, s_low, recalled, PRECISE, WIDEN)
-                    o = _dot_rows(q_i, s_low, o, PRECISE, WIDEN)
-                recalled = _dot_rows(k_i, s, recalled, PRECISE, WIDEN)
-                o = _dot_rows(q_i, s, o, PRECISE, WIDEN)
+            if HELD:
+                for j in tl.static_range(J):
+                    at = j * BK + dim
+                    k_i = tl.load(
+                        k + row[:, None] * k_stride_t + at, mask=alive[:, None], other=0.0
+                    )
+                    q_i = tl.load(
+                        q + row[:, None] * q_stride_t + at, mask=alive[:, None], other=0.0
+                    )
+                    keys, queries, squares, recalled, o = project(
+                        k_i,
+                        q_i,
+                        tiles[j],
+                        keys,
+                        queries,
+                        squares,
+                        recalled,
+                        o,
+                        PRECISE,
+                        WIDEN,
+                    )
+            else:
+                for start in range(0, K, BK):
+                    at = start + dim
+                    k_i = tl.load(
+                        k + row[:, None] * k_stride_t + at, mask=alive[:, None], other=0.0
+                    )
+                    q_i = tl.load(
+                        q + row[:, None] * q_stride_t + at, mask=alive[:, None], other=0.0
+                    )
+                    s = tl.load(state + at).to(tl.float32)
+                    keys, queries, squares, recalled, o = project(
+                        k_i, q_i, s, keys, queries, squares, recalled, o, PRECISE, WIDEN
+                    )
         k_unit = tl.full((BT,), 1.0, tl.float32)
         if L2NORM:
             k_unit = tl.rsqrt(tl.sum(tl.where(diagonal, keys, 0.0), 1) + 1e-6)
@@ -329,7 +326,7 @@ def tree_verify_kernel(
         tile = 0.0 * keys
         c = tl.zeros((BT,), tl.float64 if PRECISE else tl.float32)
         for jb in tl.static_range(ib + 1):
-            mask = _mask_tile(lows[jb], highs[jb], jb, BT)
+            mask = mask_tile(lows[jb], highs[jb], jb, BT)
             c += tl.sum(tl.where(mask, (tile + g_blocks[jb][None, :]).to(c.dtype), 0.0), 1)
         c *= LOG2E
         c_i = c.to(tl.float32)
@@ -351,24 +348,24 @@ def tree_verify_kernel(
             # the columns, which is cheaper than to count the bits for both.
             group = tl.where(c_i == float("inf"), 0, -1)
             for half in tl.static_range((ib * BT + BT + 31) // 32):
-                bits = _live_half(ancestors, row, alive, half, nodes, ancestors_stride_t)
-                group += _popcount(bits)
+                bits = live_half(ancestors, row, alive, half, nodes, ancestors_stride_t)
+                group += popcount(bits)
         apart = group[:, None] ^ group[None, :]
-        decay = _decay(c_i, low_i, c_j, low_i, k_unit, mask, tile, PRECISE, NATIVE)
+        decay = decays(c_i, low_i, c_j, low_i, k_unit, mask, tile, PRECISE, NATIVE)
         X = (beta_i * k_unit)[:, None] * decay * keys
         M = tl.where(apart == 1, -X, tl.where(diagonal, 1.0, 0.0))
         if not PRECISE:
             X = X.to(tl.float16)
         for level in range(1, LEVELS):
-            coupled = _dot(M, _dot(X, M, PRECISE), PRECISE)
+            coupled = product(M, product(X, M, PRECISE), PRECISE)
             M = tl.where((apart >> level) == 1, M - coupled, M)
         if not PRECISE:
             M = M.to(tl.float16)
 
         # u = M beta (v - what the state and earlier blocks recall).
         if WHOLE:
-            recalled = _dot_rows(k_i, s_low, recalled, PRECISE, WIDEN)
-            recalled = _dot_rows(k_i, s, recalled, PRECISE, WIDEN)
+            recalled = row_products(k_i, s_low, recalled, PRECISE, WIDEN)
+            recalled = row_products(k_i, s, recalled, PRECISE, WIDEN)
         recalled *= carried[:, None]
         for jb in tl.static_range(ib):
             products = tl.zeros((BT, BT), tl.float32)
@@ -379,44 +376,44 @@ def tree_verify_kernel(
                         k + row[:, None] * k_stride_t + at, mask=alive[:, None], other=0.0
                     )
                 k_j = tl.load(k + (jb * BT + ii)[:, None] * k_stride_t + at)
-                products = _dot_rows(k_i, k_j, products, PRECISE, WIDEN)
-            decay_ij = _decay(
+                products = row_products(k_i, k_j, products, PRECISE, WIDEN)
+            decay_ij = decays(
                 c_i,
                 low_i,
                 c_blocks[jb],
                 low_blocks[jb],
                 factor_blocks[jb],
-                _mask_tile(lows[jb], highs[jb], jb, BT),
+                mask_tile(lows[jb], highs[jb], jb, BT),
                 0.0 * products,
                 PRECISE,
                 NATIVE,
             )
             size = size_blocks[jb]
-            recalled += size * _dot(decay_ij * products, u_blocks[jb], PRECISE)
+            recalled += size * product(decay_ij * products, u_blocks[jb], PRECISE)
         rest = beta_i[:, None] * (v_i.to(tl.float32) - k_unit[:, None] * recalled)
         if PRECISE:
             size = 1.0
-            u = _dot(M, rest, PRECISE)
+            u = product(M, rest, PRECISE)
         else:
-            size, inverse = _magnitude(rest)
-            u = _dot(M, rest * inverse, PRECISE).to(tl.float16)
+            size, inverse = magnitude(rest)
+            u = product(M, rest * inverse, PRECISE).to(tl.float16)
         u_blocks = u_blocks + (u,)
         size_blocks = size_blocks + (size,)
 
         # Outputs.
         if WHOLE:
-            queries = _dot_rows(q_i, k_i, queries, PRECISE, WIDEN)
-            squares = _dot_rows(q_i, q_i, tl.zeros((BT, BT), tl.float32), PRECISE, WIDEN)
+            queries = row_products(q_i, k_i, queries, PRECISE, WIDEN)
+            squares = row_products(q_i, q_i, tl.zeros((BT, BT), tl.float32), PRECISE, WIDEN)
             squares = tl.where(diagonal, squares, 0.0)
             tile = 0.0 * queries
-            decay = _decay(c_i, low_i, c_j, low_i, k_unit, mask, tile, PRECISE, NATIVE)
-            o = _dot_rows(q_i, s_low, o, PRECISE, WIDEN)
-            o = _dot_rows(q_i, s, o, PRECISE, WIDEN)
+            decay = decays(c_i, low_i, c_j, low_i, k_unit, mask, tile, PRECISE, NATIVE)
+            o = row_products(q_i, s_low, o, PRECISE, WIDEN)
+            o = row_products(q_i, s, o, PRECISE, WIDEN)
         q_unit = tl.full((BT,), 1.0, tl.float32)
         if L2NORM:
             q_unit = tl.rsqrt(tl.sum(squares, 1) + 1e-6)
         o *= (carried * q_unit)[:, None]
-        o += size * _dot(q_unit[:, None] * decay * queries, u, PRECISE)
+        o += size * product(q_unit[:, None] * decay * queries, u, PRECISE)
         for jb in tl.static_range(ib):
             products = tl.zeros((BT, BT), tl.float32)
             for start in range(0, K, BK):
@@ -426,20 +423,20 @@ def tree_verify_kernel(
                         q + row[:, None] * q_stride_t + at, mask=alive[:, None], other=0.0
                     )
                 k_j = tl.load(k + (jb * BT + ii)[:, None] * k_stride_t + at)
-                products = _dot_rows(q_i, k_j, products, PRECISE, WIDEN)
-            decay_ij = _decay(
+                products = row_products(q_i, k_j, products, PRECISE, WIDEN)
+            decay_ij = decays(
                 c_i,
                 low_i,
                 c_blocks[jb],
                 low_blocks[jb],
                 factor_blocks[jb],
-                _mask_tile(lows[jb], highs[jb], jb, BT),
+                mask_tile(lows[jb], highs[jb], jb, BT),
                 0.0 * products,
                 PRECISE,
                 NATIVE,
             )
             weight = q_unit[:, None] * decay_ij * products
-            o += size_blocks[jb] * _dot(weight, u_blocks[jb], PRECISE)
+            o += size_blocks[jb] * product(weight, u_blocks[jb], PRECISE)
         o = tl.where(alive[:, None], o * scale, 0.0).to(out_ptr.dtype.element_ty)
         tl.store(out + row[:, None] * HV * V, o, mask=(row < T)[:, None])
 
@@ -457,17 +454,22 @@ def tree_verify_kernel(
             tl.store(stash_beta_ptr + stash_row + row * HV, beta_i, mask=alive)
 
 
-INTERPRETED = not isinstance(tree_verify_kernel, triton.runtime.JITFunction)
-
-
 def choose_tiling(
-    R: int, T: int, HV: int, V: int, K: int, dtype: torch.dtype, capability: int = 9
+    R: int,
+    T: int,
+    HV: int,
+    V: int,
+    K: int,
+    dtype: torch.dtype,
+    capability: int = 9,
+    delayed: bool = False,
 ) -> Tiling:
     """Launch shape for R requests of T rows: on a Hopper GPU the fastest of `docs/kernels.md`.
 
     Few requests leave multiprocessors idle, and want more and shorter programs. `capability` is
     the device's major one; before Hopper a matrix product keeps its operands in registers, which a
-    whole key dimension would overflow.
+    whole key dimension would overflow. `delayed`: with a commit in it, for which a program holds
+    its rows of the state in registers.
     """
     block_t = min(64, max(16, triton.next_power_of_2(T)))
     if INTERPRETED:
@@ -477,9 +479,10 @@ def choose_tiling(
         return Tiling(block_t, 16, 32, 4, 2)
     heads = R * HV
     if block_t == 16:
-        return Tiling(16, 64, 32, 4 if heads <= 256 else 2, 4)
+        return Tiling(16, 64, 32, 4 if heads <= 256 or delayed else 2, 4)
     if block_t == 32:
-        return Tiling(32, 32 if heads <= 96 else 64, 32, 2, 4)
+        block_v = 32 if heads <= 96 else 64
+        return Tiling(32, block_v, 32, 4 if delayed and block_v == 64 else 2, 4)
     if capability < 9:
         return Tiling(64, 64, 32, 4, 2)
     # A wider block of a longer tree does not fit into shared memory twice.
@@ -511,6 +514,7 @@ def tree_verify(
     max_depth: int | None = None,
     out: Tensor | None = None,
     stash: GdnTritonStash | None = None,
+    pending: GdnPending | None = None,
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, GdnTritonStash]:
     """Launch the kernel; tensors as in `vllm_weaver.ops.gdn.gdn_tree_verify`.
@@ -539,6 +543,7 @@ def tree_verify(
         dt_bias=dt_bias,
         max_depth=max_depth,
         out=out,
+        pending=pending,
         tiling=tiling,
     )
     return out, replace(stash, qk_l2norm=qk_l2norm)
@@ -560,8 +565,13 @@ def launch_verify(
     max_depth: int | None,
     out: Tensor | None,
     tiling: Tiling | None,
+    pending: GdnPending | None = None,
+    in_registers: bool = True,
 ) -> Tensor:
     """Launch the kernel into the stash buffers given: k and v (or neither), and the gates.
+
+    Args:
+        in_registers: False reads a state that was just committed from memory again.
 
     Raises:
         ValueError: head dim, number of rows, dtype, stride or device that the kernel does not take.
@@ -590,7 +600,11 @@ def launch_verify(
     if tiling is None:
         capability = 9 if INTERPRETED else torch.cuda.get_device_capability(q.device)[0]
         dtype = torch.float32 if precise else q.dtype
-        tiling = choose_tiling(R, T, HV, V, K, dtype, capability)
+        tiling = choose_tiling(R, T, HV, V, K, dtype, capability, pending is not None)
+    if pending is not None:
+        check_pending(op, pending, k, v, (*(stash_rows or ()), *stash_gates))
+    arguments_of_pending, pending_norm, moved = arguments(pending, g)
+    pending_columns, hold = held(K, tiling.block_k, state.dtype)
     levels, by_depth = levels_of(tiling.block_t, T, max_depth)
     tree_verify_kernel[(V // tiling.block_v, R * HV)](
         q,
@@ -608,6 +622,7 @@ def launch_verify(
         stash_k,
         stash_v,
         *stash_gates,
+        *arguments_of_pending,
         scale,
         T,
         *q.stride()[:2],
@@ -633,6 +648,11 @@ def launch_verify(
         PRECISE=precise,
         WIDEN=INTERPRETED and q.dtype == torch.bfloat16,
         NATIVE=not INTERPRETED,
+        PENDING=pending is not None,
+        PENDING_BK=pending_columns,
+        PENDING_L2NORM=pending_norm,
+        MOVED=moved,
+        HELD=pending is not None and hold and in_registers,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **({} if tiling.max_registers is None else {"maxnreg": tiling.max_registers}),

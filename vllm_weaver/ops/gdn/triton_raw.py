@@ -4,6 +4,11 @@
 The convolution and the verification in two launches, with the least stash: the raw rows, which the
 convolution's commit needs anyway, and the gates. The exact commit makes k and v again from them.
 
+A delayed commit has no use for the raw rows: the convolution's state is committed before this
+step's convolution reads it, which takes away the history of the earlier step's rows. What it reads
+are the activated rows, which each layer then keeps from one step to the next, in two buffers that
+alternate.
+
 The module knows nothing of vLLM.
 """
 
@@ -19,7 +24,9 @@ from vllm_weaver.ops.conv.reference import ConvStash
 from vllm_weaver.ops.conv.triton import tree_conv
 from vllm_weaver.ops.dispatch import refuse
 from vllm_weaver.ops.gdn import cuda
-from vllm_weaver.ops.gdn.triton import Tiling, launch_verify
+from vllm_weaver.ops.gdn.reference import GdnPending
+from vllm_weaver.ops.gdn.triton import GdnTritonStash, Tiling, launch_verify
+from vllm_weaver.ops.gdn.triton_pending import refuse_shared
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,22 @@ class GdnRawStash:
     key_heads: int
     qk_l2norm: bool
     backend: str = "triton"
+
+    def rows_stash(self, rows: Tensor, K: int) -> GdnTritonStash:
+        """The stash of rows of the same tree: views of `rows` [R, T, C], the activated ones.
+
+        K: key dim.
+        """
+        HV, C = self.g_RTH.shape[2], rows.shape[2]
+        keys = self.key_heads * K
+        _, k, v = rows.split([keys, keys, C - 2 * keys], -1)
+        return GdnTritonStash(
+            k.unflatten(-1, (self.key_heads, K)),
+            v.unflatten(-1, (HV, -1)),
+            self.g_RTH,
+            self.beta_RTH,
+            self.qk_l2norm,
+        )
 
     def select(self, requests: Tensor | slice) -> GdnRawStash:
         """Keep some of the requests, in the order given."""
@@ -74,6 +97,7 @@ def tree_verify_raw(
     rows: Tensor | None = None,
     out: Tensor | None = None,
     stash: GdnRawStash | None = None,
+    pending: GdnPending | None = None,
     backend: str = "triton",
     tiling: Tiling | None = None,
 ) -> tuple[Tensor, GdnRawStash]:
@@ -101,6 +125,11 @@ def tree_verify_raw(
                                                           `conv_commit` of `stash.conv`. If one of
                                                           an earlier call is given, its buffers are
                                                           overwritten
+    pending        opaque                         in      path of an earlier step to commit into
+                                                          `state` before, as in `gdn_tree_verify`;
+                                                          its stash is of `rows_stash`, of other
+                                                          `rows` than these. `conv_commit` of that
+                                                          step comes before; "triton" alone
     =============  ====================  =======  ======  ==========================================
 
     Args:
@@ -116,6 +145,11 @@ def tree_verify_raw(
         refuse("gdn_tree_verify", f"raw rows have backends triton and cuda, not {backend!r}")
     R, T, _ = x.shape
     HV, V, K = state.shape[1:]
+    if pending is not None:
+        if backend == "cuda":
+            refuse("gdn_tree_verify", cuda.NO_PENDING)
+        # The convolution writes rows before the verification's launch could be refused.
+        refuse_shared("gdn_tree_verify", pending, () if rows is None else (rows,))
     conv = None if stash is None else stash.conv
     y, conv = tree_conv(
         *(x, conv_state, state_indices, weight, num_nodes, table, bias, activation),
@@ -132,7 +166,7 @@ def tree_verify_raw(
     verify = (
         cuda.launch_verify
         if backend == "cuda"
-        else partial(launch_verify, max_depth=max_depth, tiling=tiling)
+        else partial(launch_verify, max_depth=max_depth, tiling=tiling, pending=pending)
     )
     out = verify(
         (q.unflatten(-1, (-1, K)), k.unflatten(-1, (-1, K)), v.unflatten(-1, (-1, V)), a, b),

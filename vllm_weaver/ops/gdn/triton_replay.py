@@ -2,11 +2,10 @@
 # mypy: disable-error-code="no-untyped-def"
 """Gated DeltaNet's recurrence in Triton: decode, and commits of an accepted path (spec section 5).
 
-Decode and the exact commit share `advance`, the same tiles and one warp per program, so that a
-commit gives the bits of a decode per node. Both follow, operation by operation and lane by lane,
-the packed single-token kernel that vLLM 0.32 decodes with (gates included, if they come raw), and
-give that kernel's bits. It divides by a square root where vLLM's other kernels multiply by
-`rsqrt`: those differ from it in the last bits.
+Decode and the exact commit share `recurrence.advance`, so that a commit gives the bits of a decode
+per node. Both follow, operation by operation, the packed single-token kernel that vLLM 0.32 decodes
+with (gates included, if they come raw), and give that kernel's bits. It divides by a square root
+where vLLM's other kernels multiply by `rsqrt`: those differ from it in the last bits.
 
 The product form applies the path in blocks of 16 nodes, each as one update of rank 16, in three
 tf32 products for a float32 one.
@@ -21,6 +20,7 @@ The module knows nothing of vLLM. Its definition is `reference.decode` and `refe
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import triton
@@ -30,91 +30,36 @@ from torch import Tensor
 from vllm_weaver.ops.addresses import address_table
 from vllm_weaver.ops.conv.triton import activate
 from vllm_weaver.ops.dispatch import refuse
-from vllm_weaver.ops.gdn.triton import (
+from vllm_weaver.ops.gdn.recurrence import (
     INTERPRETED,
-    GdnTritonStash,
-    check_supported,
-    gates,
-    rows_aligned,
+    advance,
+    columns_of_tile,
+    load_state,
+    rounded,
+    row_of,
+    row_sums,
+    store_state,
+    unit,
 )
+from vllm_weaver.ops.gdn.triton import GdnTritonStash, check_supported, rows_aligned
 from vllm_weaver.ops.gdn.triton_raw import GdnRawStash
+from vllm_weaver.ops.gdn.triton_tiles import gates
 
 BLOCK_V = 32
 """State rows per program of decode: those of vLLM's kernel."""
-COMMIT_BLOCK_V = {"rows": 16, "raw rows": 32}
-"""State rows per program of the exact commit. A row's bits do not depend on it."""
+COMMIT_BLOCK_V = 32
+"""State rows per program of the exact commit, a warp. A row's bits do not depend on it."""
 PRODUCT_BLOCK_V = 32
 PRODUCT_WARPS = 4
 PRODUCT_ROWS = 16
 """Nodes that the product form applies at once: the least that a matrix product takes."""
 
 
-@triton.jit
-def _products(x, y, LANE: tl.constexpr):
-    """Sums over groups of LANE = 2, 4 or 8 neighbours of the products of x and y [rows, K].
+class CommitTiling(NamedTuple):
+    """What a program of the exact commit, one warp, holds of the state: rows, columns of a tile."""
 
-    The second product is rounded, then the first, third, ... are added to it, each with a fused
-    multiply-add: the order that the compiler gives a sum over a row in vLLM's kernel. Left to the
-    compiler, it is another one now and then.
-    """
-    rows: tl.constexpr = x.shape[0]
-    lanes: tl.constexpr = x.shape[1] // LANE
-    if LANE == 2:
-        x_0, x_1 = tl.split(tl.reshape(x, (rows, lanes, 2)))
-        y_0, y_1 = tl.split(tl.reshape(y, (rows, lanes, 2)))
-        return tl.fma(x_0, y_0, x_1 * y_1)
-    elif LANE == 4:
-        x_e, x_o = tl.split(tl.reshape(x, (rows, lanes, 2, 2)))
-        y_e, y_o = tl.split(tl.reshape(y, (rows, lanes, 2, 2)))
-        x_0, x_2 = tl.split(x_e)
-        y_0, y_2 = tl.split(y_e)
-        x_1, x_3 = tl.split(x_o)
-        y_1, y_3 = tl.split(y_o)
-        total = tl.fma(x_0, y_0, x_1 * y_1)
-        return tl.fma(x_3, y_3, tl.fma(x_2, y_2, total))
-    else:
-        x_e, x_o = tl.split(tl.reshape(x, (rows, lanes, 2, 2, 2)))
-        y_e, y_o = tl.split(tl.reshape(y, (rows, lanes, 2, 2, 2)))
-        x_e0, x_e1 = tl.split(x_e)
-        y_e0, y_e1 = tl.split(y_e)
-        x_o0, x_o1 = tl.split(x_o)
-        y_o0, y_o1 = tl.split(y_o)
-        x_0, x_4 = tl.split(x_e0)
-        y_0, y_4 = tl.split(y_e0)
-        x_2, x_6 = tl.split(x_e1)
-        y_2, y_6 = tl.split(y_e1)
-        x_1, x_5 = tl.split(x_o0)
-        y_1, y_5 = tl.split(y_o0)
-        x_3, x_7 = tl.split(x_o1)
-        y_3, y_7 = tl.split(y_o1)
-        total = tl.fma(x_0, y_0, x_1 * y_1)
-        total = tl.fma(x_3, y_3, tl.fma(x_2, y_2, total))
-        total = tl.fma(x_5, y_5, tl.fma(x_4, y_4, total))
-        return tl.fma(x_7, y_7, tl.fma(x_6, y_6, total))
-
-
-@triton.jit
-def _unit(x, L2NORM: tl.constexpr):
-    if L2NORM:
-        squares = tl.sum(_products(x[None, :], x[None, :], x.shape[0] // 32), 1)
-        x = x / tl.sqrt(tl.sum(squares, 0) + 1e-6)
-    return x
-
-
-@triton.jit
-def _row_sums(state, x, LANE: tl.constexpr):
-    """Sum over K of each row of the state times x [K]."""
-    return tl.sum(_products(state, tl.broadcast_to(x[None, :], state.shape), LANE), 1)
-
-
-@triton.jit
-def advance(state, k, v, g, beta, LANE: tl.constexpr):
-    """One token of the recurrence: state [BV, K] float32, k [K], v [BV], scalar gates."""
-    state *= tl.exp(g)
-    v -= _row_sums(state, k, LANE)
-    v *= beta
-    state += v[:, None] * k[None, :]
-    return state
+    block_v: int
+    block_k: int
 
 
 @triton.jit
@@ -155,7 +100,9 @@ def decode_kernel(
         tl.store(out, tl.zeros((BV,), out_ptr.dtype.element_ty))
         return
     place = state_ptr + slot * STATE_STRIDE + (hv * V + col[:, None]) * K + dim[None, :]
-    state = tl.load(place).to(tl.float32)
+    # A thread's neighbours: what it loads of the state at once.
+    LANE: tl.constexpr = 128 // state_ptr.dtype.element_ty.primitive_bitwidth
+    state = load_state(place, K, 1, LANE)
     q = tl.load(q_ptr + r * q_stride_r + hk * K + dim).to(tl.float32)
     k = tl.load(k_ptr + r * k_stride_r + hk * K + dim).to(tl.float32)
     v = tl.load(v_ptr + r * v_stride_r + hv * V + col).to(tl.float32)
@@ -164,28 +111,39 @@ def decode_kernel(
     if RAW_GATES:
         A_log = tl.load(A_log_ptr + hv).to(tl.float32)
         g, beta = gates(g, beta, A_log, tl.load(dt_bias_ptr + hv).to(tl.float32))
-    # A thread's neighbours: what it loads of the state at once.
-    LANE: tl.constexpr = 128 // state_ptr.dtype.element_ty.primitive_bitwidth
-    state = advance(state, _unit(k, L2NORM), v, g, beta, LANE)
-    o = _row_sums(state, _unit(q, L2NORM) * scale, LANE)
+    state = advance(state, row_of(unit(k, L2NORM), 1, LANE), v, g, beta, 1, LANE)
+    o = row_sums(state, row_of(unit(q, L2NORM) * scale, 1, LANE), 1, LANE)
     tl.store(out, o.to(out_ptr.dtype.element_ty))
-    tl.store(place, state.to(state_ptr.dtype.element_ty))
+    store_state(place, state, K, 1, LANE)
 
 
 @triton.jit
-def _raw_row(x, tap_stride, taps, bias, h1, h2, h3, at, BIAS: tl.constexpr, SILU: tl.constexpr):
-    """Convolve one row with the three before it; also the row itself, for the windows to come.
+def _row(
+    own,
+    h1,
+    h2,
+    h3,
+    taps,
+    bias,
+    tap_stride,
+    RAW: tl.constexpr,
+    BIAS: tl.constexpr,
+    SILU: tl.constexpr,
+):
+    """A row in float32, if raw convolved with the three before it; and those before the next.
 
     The operations are those of `conv.triton.tree_conv_kernel`, so the bits are its output's.
     """
-    own = tl.load(x + at)
-    total = own.to(tl.float32) * tl.load(taps + 3 * tap_stride).to(tl.float32)
-    total = tl.fma(h1.to(tl.float32), tl.load(taps + 2 * tap_stride).to(tl.float32), total)
-    total = tl.fma(h2.to(tl.float32), tl.load(taps + tap_stride).to(tl.float32), total)
-    total = tl.fma(h3.to(tl.float32), tl.load(taps).to(tl.float32), total)
-    if BIAS:
-        total += tl.load(bias).to(tl.float32)
-    return own, activate(total, SILU).to(own.dtype).to(tl.float32)
+    if RAW:
+        total = own.to(tl.float32) * tl.load(taps + 3 * tap_stride).to(tl.float32)
+        total = tl.fma(h1.to(tl.float32), tl.load(taps + 2 * tap_stride).to(tl.float32), total)
+        total = tl.fma(h2.to(tl.float32), tl.load(taps + tap_stride).to(tl.float32), total)
+        total = tl.fma(h3.to(tl.float32), tl.load(taps).to(tl.float32), total)
+        if BIAS:
+            total += tl.load(bias).to(tl.float32)
+        return activate(total, SILU).to(own.dtype).to(tl.float32), own.to(h1.dtype), h1, h2
+    else:
+        return own.to(tl.float32), h1, h2, h3
 
 
 @triton.jit
@@ -225,6 +183,7 @@ def commit_kernel(
     K: tl.constexpr,
     V: tl.constexpr,
     BV: tl.constexpr,
+    BK: tl.constexpr,
     RAW: tl.constexpr,
     BIAS: tl.constexpr,
     SILU: tl.constexpr,
@@ -274,8 +233,18 @@ def commit_kernel(
     v = v_ptr + r * v_stride_r + value
     gate = r * gate_stride_r + hv
     path = path_ptr + r * path_stride_r
-    place = (hv * V + col[:, None]) * K + dim[None, :]
-    state = tl.load(state_ptr + source * STATE_STRIDE + place).to(tl.float32)
+    J: tl.constexpr = K // BK
+    LANE: tl.constexpr = 128 // state_ptr.dtype.element_ty.primitive_bitwidth
+    place = (hv * V + col[:, None]) * K + tl.arange(0, BK)[None, :]
+    state = load_state(state_ptr + source * STATE_STRIDE + place, BK, J, LANE)
+    k_1 = 0
+    k_2 = 0
+    k_3 = 0
+    v_1 = 0
+    v_2 = 0
+    v_3 = 0
+    k_taps = k
+    v_taps = v
     if RAW:
         history = conv_state_ptr + source * CONV_STRIDE
         k_taps = weight_ptr + key * weight_stride_c
@@ -286,69 +255,51 @@ def commit_kernel(
         v_3 = tl.load(history + value * CONV_STRIDE_C)
         v_2 = tl.load(history + CONV_STRIDE_W + value * CONV_STRIDE_C)
         v_1 = tl.load(history + 2 * CONV_STRIDE_W + value * CONV_STRIDE_C)
+    k_bias = bias_ptr + key
+    v_bias = bias_ptr + value
 
-    LANE: tl.constexpr = 128 // state_ptr.dtype.element_ty.primitive_bitwidth
-    # A node's row is asked for while the one before it is applied.
+    # While a node is applied, the next one's row is made, and the row after that asked for.
     node = tl.load(path).to(tl.int32)
-    if not RAW:
-        k_next = tl.load(k + node * k_stride_t)
-        v_next = tl.load(v + node * v_stride_t)
+    k_own = tl.load(k + node * k_stride_t)
+    v_own = tl.load(v + node * v_stride_t)
     g_next = tl.load(g_ptr + gate + node * gate_stride_t)
     beta_next = tl.load(beta_ptr + gate + node * gate_stride_t)
+    node = tl.load(path + tl.minimum(1, last - 1) * path_stride_l).to(tl.int32)
+    k_next, k_1, k_2, k_3 = _row(
+        k_own, k_1, k_2, k_3, k_taps, k_bias, weight_stride_w, RAW, BIAS, SILU
+    )
+    v_next, v_1, v_2, v_3 = _row(
+        v_own, v_1, v_2, v_3, v_taps, v_bias, weight_stride_w, RAW, BIAS, SILU
+    )
+    k_next = unit(k_next, L2NORM)
+    k_own = tl.load(k + node * k_stride_t)
+    v_own = tl.load(v + node * v_stride_t)
     for i in range(last):
+        k_row = row_of(k_next, J, LANE)
+        v_i = v_next
         g_i = g_next
         beta_i = beta_next
-        if RAW:
-            own, k_i = _raw_row(
-                k,
-                weight_stride_w,
-                k_taps,
-                bias_ptr + key,
-                k_1,
-                k_2,
-                k_3,
-                node * k_stride_t,
-                BIAS,
-                SILU,
-            )
-            k_3 = k_2
-            k_2 = k_1
-            k_1 = own.to(k_2.dtype)
-            own, v_i = _raw_row(
-                v,
-                weight_stride_w,
-                v_taps,
-                bias_ptr + value,
-                v_1,
-                v_2,
-                v_3,
-                node * v_stride_t,
-                BIAS,
-                SILU,
-            )
-            v_3 = v_2
-            v_2 = v_1
-            v_1 = own.to(v_2.dtype)
-        else:
-            k_i = k_next.to(tl.float32)
-            v_i = v_next.to(tl.float32)
-        node = tl.load(path + tl.minimum(i + 1, last - 1) * path_stride_l).to(tl.int32)
-        if not RAW:
-            k_next = tl.load(k + node * k_stride_t)
-            v_next = tl.load(v + node * v_stride_t)
+        k_next, k_1, k_2, k_3 = _row(
+            k_own, k_1, k_2, k_3, k_taps, k_bias, weight_stride_w, RAW, BIAS, SILU
+        )
+        v_next, v_1, v_2, v_3 = _row(
+            v_own, v_1, v_2, v_3, v_taps, v_bias, weight_stride_w, RAW, BIAS, SILU
+        )
+        k_next = unit(k_next, L2NORM)
         g_next = tl.load(g_ptr + gate + node * gate_stride_t)
         beta_next = tl.load(beta_ptr + gate + node * gate_stride_t)
-        state = advance(state, _unit(k_i, L2NORM), v_i, g_i, beta_i, LANE)
+        node = tl.load(path + tl.minimum(i + 2, last - 1) * path_stride_l).to(tl.int32)
+        k_own = tl.load(k + node * k_stride_t)
+        v_own = tl.load(v + node * v_stride_t)
+        state = advance(state, k_row, v_i, g_i, beta_i, J, LANE)
         # A narrower state is rounded after every token, as decode does.
-        state = state.to(state_ptr.dtype.element_ty).to(tl.float32)
+        state = rounded(state, state_ptr.dtype.element_ty, J, LANE)
         if BOUNDARY and i + 1 == boundary:
-            kept = state.to(state_ptr.dtype.element_ty)
-            tl.store(state_ptr + boundary_slot * STATE_STRIDE + place, kept)
+            store_state(state_ptr + boundary_slot * STATE_STRIDE + place, state, BK, J, LANE)
         if BOUNDARY and (slot >= 0) & (i + 1 == length):
-            kept = state.to(state_ptr.dtype.element_ty)
-            tl.store(state_ptr + slot * STATE_STRIDE + place, kept)
+            store_state(state_ptr + slot * STATE_STRIDE + place, state, BK, J, LANE)
     if not BOUNDARY:
-        tl.store(state_ptr + slot * STATE_STRIDE + place, state.to(state_ptr.dtype.element_ty))
+        store_state(state_ptr + slot * STATE_STRIDE + place, state, BK, J, LANE)
 
 
 @triton.jit
@@ -561,8 +512,13 @@ def commit_layers(
     source_indices_R: Tensor,
     boundary_indices_R: Tensor | None = None,
     boundary_length_R: Tensor | None = None,
+    *,
+    tiling: CommitTiling | None = None,
 ) -> None:
     """Launch the exact commit; tensors as in `vllm_weaver.ops.gdn.gdn_commit_layers`.
+
+    Args:
+        tiling: what a program holds; None chooses. The bits do not depend on it.
 
     Raises:
         ValueError: layers that differ in dtype or layout; dtype, stride or device that the kernel
@@ -591,8 +547,11 @@ def commit_layers(
     addresses = path_RL
     if len(layers) > 1:
         addresses = address_table(op, [tensor for tensors in layers for tensor in tensors])
-    block_v = V if INTERPRETED else COMMIT_BLOCK_V["raw rows" if raw else "rows"]
-    commit_kernel[(V // block_v * HV, R, len(layers))](
+    if tiling is None:
+        # The interpreter pays per program.
+        block_v = V if INTERPRETED else COMMIT_BLOCK_V
+        tiling = CommitTiling(block_v, columns_of_tile(K, state.dtype))
+    commit_kernel[(V // tiling.block_v * HV, R, len(layers))](
         *layers[0],
         addresses,
         path_RL,
@@ -615,7 +574,8 @@ def commit_layers(
         HV=HV,
         K=K,
         V=V,
-        BV=block_v,
+        BV=tiling.block_v,
+        BK=tiling.block_k,
         RAW=raw,
         BIAS=isinstance(stash, GdnRawStash) and stash.bias_C is not None,
         SILU=isinstance(stash, GdnRawStash) and stash.activation == "silu",
