@@ -43,9 +43,8 @@ def compile_kernel(
 
     Returns:
         Registers and spilled bytes a thread, shared bytes a block; whether wgmma is used, how many
-        loads of 16 bytes and how many reductions over a warp there are; for each loop with wgmma
+        loads of 16 bytes, reductions over a warp and shuffles there are; for each loop with wgmma
         its instructions and how many of them read or write spilled registers.
-        loads of 16 bytes, reductions over a warp and shuffles there are.
     """
     import triton
     from triton.backends.compiler import GPUTarget
