@@ -89,14 +89,15 @@ class OracleProposer:
         roots: torch.Tensor,
         chain_only: torch.Tensor,
         noise: Any = None,
+        nodes: int | None = None,
     ) -> DraftTree:
         """See ``Proposer.propose``."""
         if self.shape is None:
-            return self.base.propose(h_ver, marginals, roots, chain_only, noise)
+            return self.base.propose(h_ver, marginals, roots, chain_only, noise, nodes)
         rows = self.base.budget + 1
         tokens = torch.zeros(len(roots), rows, dtype=torch.int32)
         parents = torch.full((len(roots), rows), -1, dtype=torch.int32)
-        nodes = torch.ones(len(roots), dtype=torch.int32)
+        num_nodes = torch.ones(len(roots), dtype=torch.int32)
         tokens[:, 0] = roots
         for row, slot in enumerate(self.slots):
             depth = next(self.depths) if self.depths else self._below(self.base.depth + 1)
@@ -111,8 +112,8 @@ class OracleProposer:
                     tree = self._grow(tree)
             for node, (parent, token) in enumerate(tree, start=1):
                 parents[row, node], tokens[row, node] = parent, token
-            nodes[row] = len(tree) + 1
-        return DraftTree.from_parents(tokens, parents, nodes)
+            num_nodes[row] = len(tree) + 1
+        return DraftTree.from_parents(tokens, parents, num_nodes)
 
     def _chain(self, true: list[int]) -> list[tuple[int, int]]:
         depth = min(self.base.depth, self.base.budget)

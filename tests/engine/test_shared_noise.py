@@ -162,7 +162,9 @@ def test_greedy_requests_of_a_batch_keep_their_trees(
     proposer = trees.oracle.base
     original, compared = proposer.propose, []
 
-    def both(h_ver: Any, marginals: Any, roots: Any, chain: Any, noise: Any = None) -> DraftTree:
+    def both(
+        h_ver: Any, marginals: Any, roots: Any, chain: Any, noise: Any = None, nodes: Any = None
+    ) -> DraftTree:
         tree = original(h_ver, marginals, roots, chain, noise)
         if noise is not None:
             assert isinstance(noise, SharedNoise)

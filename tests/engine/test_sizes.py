@@ -5,13 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from running import Plain, TreeEngine, assert_same, greedy, tokens
 
 from vllm_weaver.engine.config import tree_sizes
 from vllm_weaver.engine.sizes import Acceptance, StepTimes, best_nodes
+from vllm_weaver.engine.speculator import WeaverSpeculator
 from vllm_weaver.engine.stats import times_file
 
 
@@ -28,6 +30,21 @@ def test_every_batch_has_one_size_and_stays_within_its_rows(
     assert nodes == sorted(set(nodes), reverse=True)
     for first, last, k in sizes:
         assert last * (k + 1) <= rows or k == 0 or first == last == 1
+
+
+def test_no_tree_is_woven_larger_than_its_batch_verifies() -> None:
+    sizes = tree_sizes(63, 64, 256)
+    assert sizes == [(1, 4, 63), (5, 8, 31), (9, 16, 15), (17, 32, 7), (33, 64, 3)]
+    widths = {nodes + 1: last for _, last, nodes in sizes}
+    drafts = SimpleNamespace(options=SimpleNamespace(adapt=False), widths=widths, budget=63)
+    woven = {n: WeaverSpeculator.useful_nodes(cast(Any, drafts), n) for n in range(1, 65)}
+    # A graph of n requests serves every batch of more than n / 2.
+    for n, nodes in woven.items():
+        for batch in range(n // 2 + 1, n + 1):
+            assert nodes >= next(k for first, last, k in sizes if first <= batch <= last)
+    assert [woven[n] for n in (1, 4, 7, 8, 15, 16, 32, 64)] == [63, 63, 63, 31, 31, 15, 7, 3]
+    drafts.options.adapt = True
+    assert WeaverSpeculator.useful_nodes(cast(Any, drafts), 64) == 63
 
 
 def test_times_are_those_of_the_graph_that_holds_the_batch(tmp_path: Path) -> None:

@@ -170,6 +170,7 @@ class Proposer:
         root_tokens_R: torch.Tensor,
         chain_only_R: torch.Tensor,
         noise: SharedNoise | None = None,
+        nodes: int | None = None,
     ) -> DraftTree:
         """Trees of R requests, T = budget + 1 rows.
 
@@ -181,6 +182,8 @@ class Proposer:
             chain_only_R: requests that get the drafter's chain, bool.
             noise: of the sampler, for the candidates of ``marginals``; None builds by probability
                 alone, as for greedy requests.
+            nodes: first nodes of each tree that can be of use. A `TreeWeaver` may leave out the
+                rounds that place later ones.
         """
         log_probs, ids = marginals.log_probs, marginals.ids
         if noise is not None:
@@ -194,7 +197,7 @@ class Proposer:
             log_probs, ids = log_probs[..., : self.ranks], ids[..., : self.ranks]
             tree = build_ddtree(log_probs, ids, root_tokens_R, self.budget)
         else:
-            tree = self._weave(h_ver_Rd, marginals, root_tokens_R, noise)
+            tree = self._weave(h_ver_Rd, marginals, root_tokens_R, noise, nodes)
         return _choose(chain_only_R, chain, tree)
 
     def _weave(
@@ -203,6 +206,7 @@ class Proposer:
         marginals: Marginals,
         root_tokens_R: torch.Tensor,
         noise: SharedNoise | None,
+        nodes: int | None,
     ) -> DraftTree:
         assert self.adapter is not None and self.vocabulary is not None
         depth = self.adapter.config.depth
@@ -210,7 +214,7 @@ class Proposer:
             part[:, :depth] for part in (marginals.hidden, marginals.ids, marginals.logits)
         )
         if self.weaver is not None and len(root_tokens_R) <= self.weaver.max_requests:
-            return self.weaver.build(h_ver_Rd, hidden, ids, logits, root_tokens_R, noise)
+            return self.weaver.build(h_ver_Rd, hidden, ids, logits, root_tokens_R, noise, nodes)
         scorer = self.adapter.begin(
             h_ver_Rd,
             hidden,

@@ -43,6 +43,7 @@ class WeaverSpeculator(DFlashSpeculator):
         self.full_config = vllm_config
         self.budget: int = vllm_config.speculative_config.num_speculative_tokens
         self.depth = draft_depth(vllm_config)
+        self.widths = compat.decode_widths(vllm_config)
         super().__init__(compat.with_num_speculative_tokens(vllm_config, self.depth), device)
         self.proposer: Proposer | None = None
         self._inputs: Roots | None = None
@@ -147,9 +148,22 @@ class WeaverSpeculator(DFlashSpeculator):
             self._inputs.tokens[:num_reqs],
             self._inputs.chain_only[:num_reqs],
             self._noise(num_reqs),
+            self.useful_nodes(num_reqs),
         )
         for field in dataclasses.fields(made):
             getattr(self._trees, field.name)[:num_reqs] = getattr(made, field.name)
+
+    def useful_nodes(self, num_reqs: int) -> int:
+        """Most nodes that the next pass verifies of the trees of a batch.
+
+        Args:
+            num_reqs: of the batch, or of the graph that it is padded to. Sizes of graphs less than
+                double from one to the next, so the batch has more than half as many requests.
+        """
+        if self.options.adapt:
+            return self.budget
+        rows = [rows for rows, most in self.widths.items() if most > num_reqs // 2]
+        return max([1, *(x - 1 for x in rows)])
 
     def _noise(self, num_reqs: int) -> SharedNoise | None:
         """The sampler's noise for the marginals of the first requests."""
