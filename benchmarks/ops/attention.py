@@ -54,7 +54,17 @@ from vllm_weaver.ops.attention.reference import (
     tree_attention_reference,
 )
 from vllm_weaver.ops.attention.tail import attend_tail, tree_attention_in_parts
-from vllm_weaver.ops.attention.tiling import Tiling, choose_splits, choose_tiling, multiprocessors
+from vllm_weaver.ops.attention.tiling import (
+    LEAN_TAIL,
+    QUICK_TAIL,
+    TailForm,
+    Tiling,
+    capability_of,
+    choose_splits,
+    choose_tiling,
+    least_split_keys,
+    multiprocessors,
+)
 from vllm_weaver.ops.attention.triton import tree_attention_triton
 
 INTERPRET = os.environ.get("TRITON_INTERPRET") == "1"
@@ -212,8 +222,8 @@ def ours(case: Case, copy: int = 0, **options: Any) -> Tensor:
     return tree_attention_triton(*case.inputs(copy), scale=case.scale, **case.scales(), **options)
 
 
-def in_parts(prefix: FlashPrefix, case: Case, copy: int = 0, overlap: bool = False) -> Tensor:
-    return tree_attention_in_parts(prefix, *case.inputs(copy), scale=case.scale, overlap=overlap)
+def in_parts(prefix: FlashPrefix, case: Case, copy: int = 0) -> Tensor:
+    return tree_attention_in_parts(prefix, *case.inputs(copy), scale=case.scale)
 
 
 def causal(prefix: FlashPrefix, case: Case, copy: int = 0, **options: Any) -> Tensor:
@@ -309,7 +319,6 @@ def tilings_to_try() -> list[Tiling]:
         *((128, 32, 8, 3), (128, 32, 8, 4), (128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 1)),
         *((128, 16, 8, 4), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
         *((64, 32, 4, 2), (64, 32, 4, 3), (64, 32, 8, 3), (64, 32, 8, 2)),
-        *((128, 32, 8, 3, False), (128, 64, 8, 2, False), (64, 32, 4, 3, False)),
     ]
     default = choose_tiling(384, 256, torch.bfloat16, 90)
     return list(dict.fromkeys([default, *(Tiling(*x) for x in wanted)]))
@@ -318,9 +327,10 @@ def tilings_to_try() -> list[Tiling]:
 TUNED = ((1, 1024), (1, 4096), (1, 65536), (16, 4096), (16, 16384))
 """Batches and contexts that `--tune` goes through."""
 TAIL_FORMS = (
-    *((16, 64, 8), (16, 32, 4), (16, 64, 4), (16, 32, 8), (32, 64, 8), (64, 64, 8), (32, 32, 4)),
+    *(QUICK_TAIL, LEAN_TAIL, TailForm(16, 32, 4), TailForm(16, 64, 4), TailForm(16, 32, 8)),
+    *(TailForm(32, 64, 8), TailForm(64, 64, 8)),
 )
-"""Rows, keys and warps of the tail's launch."""
+"""Forms of the tail's launch; those that are chosen first."""
 
 
 def compile_part(task: tuple[Any, ...]) -> str:
@@ -330,23 +340,11 @@ def compile_part(task: tuple[Any, ...]) -> str:
         case = Case(FULL, 1, 900, copies=1, fp8=fp8)
         if kind == "tail":
             prefix, lse = case.q.flatten(0, 1), case.q.new_zeros(24, 64, dtype=torch.float32)
-            block_m, block_n, warps = form
-            for overlap in (False, True) if form == TAIL_FORMS[0] else (False,):
-                attend_tail(
-                    *(case.q, case.k_new, case.v_new, prefix, lse),
-                    *(case.ancestors, case.num_nodes),
-                    scale=case.scale,
-                    block_m=block_m,
-                    block_n=block_n,
-                    num_warps=warps,
-                    overlap=overlap,
-                )
+            parts = (case.q, case.k_new, case.v_new, prefix, lse, case.ancestors, case.num_nodes)
+            attend_tail(*parts, scale=case.scale, form=form)
         else:
             for splits in (1, 2, 3, 5, 9):
                 ours(case, tiling=form, splits=splits, min_split_keys=1)
-            if form == choose_tiling(384, 256, torch.bfloat16, 90):
-                for splits in (1, 2, 3, 5, 9):
-                    ours(case, splits=splits, min_split_keys=1, overlap=True)
         torch.cuda.synchronize()
     except Exception as error:
         return f"{task}: {error!r}"[:300]
@@ -451,10 +449,11 @@ def tune(bench: Bench, checks: Checks, case: Case, prefix: FlashPrefix | None, f
     for tiling in tilings_to_try()[: 6 if fp8 else None]:
         programs = -(-384 // tiling.block_m) * case.shapes.kv_heads * case.R
         slots = sms * tiling.per_multiprocessor(case.shapes.head_dim, case.k_cache.element_size())
-        chosen = choose_splits(programs, capacity, slots)
+        finest = least_split_keys(capability_of(case.q.device))
+        chosen = choose_splits(programs, capacity, slots, finest)
         for splits in dict.fromkeys((chosen, max(1, sms // programs), max(1, 2 * sms // programs))):
             short = case.context <= 4096 and splits == chosen > 1
-            for least in (256, 128) if short else (256,):
+            for least in (256, 128) if short else (finest,):
                 arm = partial(ours, tiling=tiling, splits=splits, min_split_keys=least)
                 name = f"triton {tuple(tiling)} splits {splits} of {least}"
                 label = f"{name}, R={case.R} context {case.context} fp8={fp8}"
@@ -468,21 +467,6 @@ def tune(bench: Bench, checks: Checks, case: Case, prefix: FlashPrefix | None, f
                     print(f"{label}: wrong by {error:.2e}, not timed", flush=True)
                     continue
                 bench.time(case, name, arm, fp8=fp8)
-    overlapping: dict[str, Arm] = {"triton, overlapping merge": partial(ours, overlap=True)}
-    if prefix is not None and not fp8:
-        overlapping["fa3 + tail, overlapping"] = partial(in_parts, prefix, overlap=True)
-    for name, arm in overlapping.items():
-        label = f"{name}, R={case.R} context {case.context} fp8={fp8}"
-        try:
-            errors = [rms_error(arm(case, 0), expected) for _ in range(20)]
-        except Exception as problem:
-            print(f"{label}: {problem!r}"[:200], flush=True)
-            continue
-        if max(errors) < RMS_LIMIT:
-            bench.time(case, name, arm, fp8=fp8)
-        else:
-            checks.results[label] = max(errors)
-            print(f"{label}: wrong by {max(errors):.2e}, not timed", flush=True)
     if prefix is None or fp8:
         return
     parts = prefix(
@@ -491,20 +475,14 @@ def tune(bench: Bench, checks: Checks, case: Case, prefix: FlashPrefix | None, f
         rows=case.shapes.rows,
         scale=case.scale,
     )
-    for block_m, block_n, warps in TAIL_FORMS:
 
-        def tail(case: Case, copy: int, form: tuple[int, int, int]) -> Tensor:
-            return attend_tail(
-                *(case.q, case.k_new, case.v_new, *parts, case.ancestors, case.num_nodes),
-                scale=case.scale,
-                block_m=form[0],
-                block_n=form[1],
-                num_warps=form[2],
-            )
+    def tail(case: Case, copy: int, form: TailForm) -> Tensor:
+        inputs = (case.q, case.k_new, case.v_new, *parts, case.ancestors, case.num_nodes)
+        return attend_tail(*inputs, scale=case.scale, form=form)
 
-        form = (block_m, block_n, warps)
+    for form in TAIL_FORMS:
         if rms_error(tail(case, 0, form), expected) < RMS_LIMIT:
-            bench.time(case, f"tail alone {form}", partial(tail, form=form))
+            bench.time(case, f"tail alone {tuple(form)}", partial(tail, form=form))
     for splits in (1, 4, 8, 11, 16, 22):
         split = FlashPrefix(prefix.function, num_splits=splits)
         bench.time(case, f"fa3 + tail, fa3 in {splits} splits", partial(in_parts, split))
@@ -558,12 +536,12 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.ops.attention needs a GPU, or --interpret for its checks")
     started = time.perf_counter()
-    tasks: list[tuple[Any, ...]] = [("tail", TAIL_FORMS[0], False)]
+    tasks: list[tuple[Any, ...]] = [("tail", form, False) for form in TAIL_FORMS[:2]]
     for fp8 in (False, True) if args.fp8 else (False,):
         forms = tilings_to_try()[: (6 if fp8 else None) if args.tune else 1]
         tasks = [("triton", form, fp8) for form in forms] + tasks
     if args.tune:
-        tasks += [("tail", form, False) for form in TAIL_FORMS[1:]]
+        tasks += [("tail", form, False) for form in TAIL_FORMS[2:]]
     workers = min(args.compile_workers, len(tasks))
     with multiprocessing.get_context("spawn").Pool(workers) as pool:
         for problem in filter(None, pool.map(compile_part, tasks, chunksize=1)):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from vllm_weaver.ops.attention.flash import ARGUMENTS, FlashPrefix
 from vllm_weaver.ops.attention.tail import attend_tail, enable_fa3
+from vllm_weaver.ops.attention.tiling import LEAN_TAIL, QUICK_TAIL, TailForm
 
 
 def flash_attention(
@@ -108,21 +109,16 @@ def test_huge_scores_do_not_overflow() -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("form", [(16, 16, 4), (32, 64, 8), (64, 32, 8)])
+@pytest.mark.parametrize(
+    "form", [QUICK_TAIL, LEAN_TAIL, TailForm(16, 16, 4), TailForm(32, 64, 8), TailForm(64, 32, 8)]
+)
 def test_forms_of_the_launch_agree(form) -> None:
     case = make_case([bushy(70)], [9], heads=2)
     q, k_new, v_new, k_cache, v_cache, table, lens, ancestors, nodes = case.inputs(DEVICE)
     prefix = FlashPrefix(flash_attention)(
         q.flatten(0, 1), k_cache, v_cache, table, lens, rows=70, scale=case.scale
     )
-    block_m, block_n, num_warps = form
-    out = attend_tail(
-        *(q, k_new, v_new, *prefix, ancestors, nodes),
-        scale=case.scale,
-        block_m=block_m,
-        block_n=block_n,
-        num_warps=num_warps,
-    )
+    out = attend_tail(q, k_new, v_new, *prefix, ancestors, nodes, scale=case.scale, form=form)
     torch.testing.assert_close(out.cpu(), case.run("fa3"), rtol=1e-5, atol=1e-6)
 
 

@@ -4,7 +4,17 @@
 import pytest
 import torch
 
-from vllm_weaver.ops.attention.tiling import GOOD_FILL, MAX_SPLITS, choose_splits, choose_tiling
+from vllm_weaver.ops.attention.tiling import (
+    GOOD_FILL,
+    LEAN_TAIL,
+    MAX_SPLITS,
+    MIN_SPLIT_KEYS,
+    QUICK_TAIL,
+    choose_splits,
+    choose_tail,
+    choose_tiling,
+    least_split_keys,
+)
 
 HOPPER = 132
 
@@ -30,6 +40,20 @@ def test_one_request_fills_a_hopper_gpu_in_one_wave() -> None:
 def test_short_contexts_are_not_cut_small() -> None:
     assert choose_splits(12, 300, HOPPER) <= 2
     assert choose_splits(12, 10, HOPPER) == 1
+
+
+def test_hopper_cuts_short_contexts_smaller() -> None:
+    assert least_split_keys(90) == 128
+    assert {least_split_keys(x) for x in (0, 80, 89, 100, 120)} == {MIN_SPLIT_KEYS}
+    splits = choose_splits(12, 1100, HOPPER, least_split_keys(90))
+    assert choose_splits(12, 1100, HOPPER) < splits <= 1100 // 128 + 1
+
+
+def test_the_tail_takes_the_timed_form_at_both_ends() -> None:
+    """64 rows of 24 heads over 4: 96 programs of 16 rows at batch 1, 1,536 at batch 16."""
+    assert choose_tail(384, 4, HOPPER) == QUICK_TAIL
+    assert choose_tail(384, 4 * 16, HOPPER) == LEAN_TAIL
+    assert choose_tail(384, 4 * 16, 0) == QUICK_TAIL
 
 
 @pytest.mark.parametrize("programs", [1, 12, 48, 100, 131, 132, 133, 192, 300, 527, 528, 5000])

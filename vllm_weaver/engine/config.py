@@ -62,7 +62,8 @@ class WeaverOptions:
             for Hopper), or ``auto``, which takes ``cuda`` where it is compiled and fits.
         attention_kernel: how a GPU attends to trees: ``triton`` (our kernel), ``fa3`` (vLLM's
             FlashAttention 3 for the context and our kernel for the tree, on Hopper) or ``auto``,
-            which is ``triton``.
+            which is ``triton``: ``fa3`` is faster from some 16k tokens on, but has not been run end
+            to end.
         check_ranks: compare the trees of all tensor-parallel ranks after every proposal and stop
             on a difference (a debugging aid: one small collective per step).
     """

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vllm_weaver.ops.attention.tiling import TailForm, choose_tail, multiprocessors
 from vllm_weaver.ops.attention.triton import (
     INTERPRETED,
     ancestor_bits,
@@ -24,12 +25,6 @@ from vllm_weaver.ops.attention.triton import (
     words_of,
 )
 from vllm_weaver.ops.dispatch import refuse
-
-TAIL_ROWS = 16
-"""Packed query rows of a program: many small programs, since the launch is bound by latency."""
-TAIL_KEYS = 64
-"""Rows of the tree that a program reads at a time."""
-TAIL_WARPS = 8
 
 
 class PrefixAttention(Protocol):
@@ -94,13 +89,9 @@ def attend_tail_kernel(
     K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    OVERLAP: tl.constexpr,
     DOT_FLOAT32: tl.constexpr,
 ):
-    """Grid (row blocks, R * J): the tree's part of BLOCK_M packed rows, merged with `prefix`.
-
-    OVERLAP: launched before the prefix kernel has ended, whose results are waited for.
-    """
+    """Grid (row blocks, R * J): the tree's part of BLOCK_M packed rows, merged with `prefix`."""
     row_block = tl.program_id(0)
     r = (tl.program_id(1) // J).to(tl.int64)
     j = (tl.program_id(1) % J).to(tl.int64)
@@ -139,8 +130,6 @@ def attend_tail_kernel(
         keep = (bits != 0) & (present & (node < stop))[None, :]
         top, total, acc = take_tile(q, k, v, keep, top, total, acc, scale_log2, True, DOT_FLOAT32)
 
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     at = (r * T + t) * prefix_stride_t + head * prefix_stride_h
     prefix = tl.load(prefix_ptr + at[:, None] + dim[None, :], mask=there, other=0.0)
     lse_at = head * lse_stride_h + r * T + t
@@ -172,10 +161,7 @@ def attend_tail(
     num_nodes: Tensor,
     *,
     scale: float,
-    block_m: int = TAIL_ROWS,
-    block_n: int = TAIL_KEYS,
-    num_warps: int = TAIL_WARPS,
-    overlap: bool = False,
+    form: TailForm | None = None,
 ) -> Tensor:
     """Attend to the tree's rows and merge with the prefix part; one launch.
 
@@ -183,12 +169,7 @@ def attend_tail(
     `PrefixAttention` gives it.
 
     Args:
-        block_m: packed query rows of a program.
-        block_n: rows of the tree that it reads at a time.
-        num_warps: warps of a program.
-        overlap: start before the launch before this one, the prefix kernel's last, has ended
-            (programmatic dependent launch, from compute capability 9.0). What else is read must
-            have been written by an earlier launch.
+        form: launch shape; None chooses by the number of programs.
 
     Raises:
         ValueError: head dim, dtype, stride, scale or device that the kernel does not take.
@@ -203,7 +184,10 @@ def attend_tail(
     if prefix_lse.stride(-1) != 1:
         prefix_lse = prefix_lse.contiguous()
     words = words_of(ancestors)
-    attend_tail_kernel[(triton.cdiv(T * (H // J), block_m), R * J)](
+    rows = T * (H // J)
+    if form is None:
+        form = choose_tail(rows, R * J, multiprocessors(q.device))
+    attend_tail_kernel[(triton.cdiv(rows, form.block_m), R * J)](
         *(q, k_new, v_new, prefix, prefix_lse, words, num_nodes.contiguous(), out),
         scale * math.log2(math.e),
         T,
@@ -216,12 +200,10 @@ def attend_tail(
         *words.stride()[:2],
         G=H // J,
         K=K,
-        BLOCK_M=block_m,
-        BLOCK_N=block_n,
-        OVERLAP=overlap,
+        BLOCK_M=form.block_m,
+        BLOCK_N=form.block_n,
         DOT_FLOAT32=INTERPRETED and q.dtype == torch.bfloat16,
-        num_warps=num_warps,
-        **({"launch_pdl": True} if overlap else {}),
+        num_warps=form.num_warps,
     )
     return out
 
@@ -239,13 +221,11 @@ def tree_attention_in_parts(
     num_nodes: Tensor,
     *,
     scale: float,
-    overlap: bool = False,
 ) -> Tensor:
     """`vllm_weaver.ops.attention.tree_attention` with a prefix kernel of the caller's choice.
 
     Args:
         prefix_attention: attends to the context.
-        overlap: as for `attend_tail`.
     """
     R, T, H, K = q.shape
     if q.numel() == 0:
@@ -260,7 +240,7 @@ def tree_attention_in_parts(
         scale=scale,
     )
     parts = (q, k_new, v_new, prefix, lse, ancestors, num_nodes)
-    return attend_tail(*parts, scale=scale, overlap=overlap)
+    return attend_tail(*parts, scale=scale)
 
 
 _fa3: PrefixAttention | None = None

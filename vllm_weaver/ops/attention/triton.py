@@ -22,11 +22,11 @@ import triton.language as tl
 from torch import Tensor
 
 from vllm_weaver.ops.attention.tiling import (
-    MIN_SPLIT_KEYS,
     Tiling,
     capability_of,
     choose_splits,
     choose_tiling,
+    least_split_keys,
     multiprocessors,
 )
 from vllm_weaver.ops.dispatch import refuse
@@ -35,8 +35,6 @@ HEAD_DIMS = (32, 64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MERGE_CHUNK = 16
 """Splits that a program of the second kernel reads at a time."""
-LAG = tl.constexpr(8.0)
-"""Powers of two by which weights may exceed 1 before a lagging maximum is brought up to date."""
 
 
 @triton.jit
@@ -69,36 +67,6 @@ def take_tile(
     else:
         acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
     return new_top, total, acc
-
-
-@triton.jit
-def take_tile_lazily(q, k, v, top, total, acc, scale_log2, DOT_FLOAT32: tl.constexpr):
-    """`take_tile` for a tile without a mask, with a maximum that lags behind.
-
-    Output and sum are scaled anew only when some row's scores have outgrown its maximum by
-    LAG powers of two; until then weights go up to 2^LAG, which float32 sums and rounded weights
-    hold as well as those up to 1.
-    """
-    if DOT_FLOAT32:
-        scores = tl.dot(q.to(tl.float32), tl.trans(k.to(tl.float32)), input_precision="ieee")
-    else:
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
-    new_top = tl.max(scores, 1)
-    grown = ((new_top - top) * scale_log2 > LAG).to(tl.int32)
-    if tl.max(grown, 0) != 0:
-        new_top = tl.maximum(top, new_top)
-        decay = tl.exp2((top - new_top) * scale_log2)
-        total = total * decay
-        acc = acc * decay[:, None]
-        top = new_top
-    weights = tl.exp2(scores * scale_log2 - (top * scale_log2)[:, None])
-    total = total + tl.sum(weights, 1)
-    if DOT_FLOAT32:
-        weights = weights.to(v.dtype).to(tl.float32)
-        acc = tl.dot(weights, v.to(tl.float32), acc, input_precision="ieee")
-    else:
-        acc = tl.dot(weights.to(v.dtype), v, acc, input_precision="ieee")
-    return top, total, acc
 
 
 @triton.jit
@@ -226,16 +194,12 @@ def tree_attention_kernel(
     SPLIT: tl.constexpr,
     SAME_ROWS: tl.constexpr,
     FP8: tl.constexpr,
-    LAZY: tl.constexpr,
-    OVERLAP: tl.constexpr,
     DOT_FLOAT32: tl.constexpr,
 ):
     """Grid (row blocks, splits, R * J): one split of the keys for one block of query rows.
 
     It writes `out`, or with SPLIT float32 `part` and its log-sum-exp in base 2. With FP8
     the caches are float8, their scales are read, and the tree's rows are rounded like the cache's.
-    LAZY: whole tiles go through `take_tile_lazily`.
-    OVERLAP: the merge may be launched before this kernel has ended.
     SAME_ROWS: both caches have the same strides, so that offsets of keys are those of values.
     """
     row_block = tl.program_id(0)
@@ -263,8 +227,6 @@ def tree_attention_kernel(
             tl.store(out_ptr + out_offset, zeros, mask=(t < T)[:, None])
         return
 
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
     q_offset = r * q_stride_r + t * q_stride_t + head * q_stride_h
     q = tl.load(q_ptr + q_offset[:, None] + dim[None, :], mask=alive[:, None], other=0.0)
     k_scale = 1.0
@@ -311,12 +273,7 @@ def tree_attention_kernel(
         if FP8:
             k = k.to(q.dtype)
             v = v.to(q.dtype)
-        if LAZY:
-            top, total, acc = take_tile_lazily(q, k, v, top, total, acc, scale_log2, DOT_FLOAT32)
-        else:
-            top, total, acc = take_tile(
-                q, k, v, None, top, total, acc, scale_log2, False, DOT_FLOAT32
-            )
+        top, total, acc = take_tile(q, k, v, None, top, total, acc, scale_log2, False, DOT_FLOAT32)
 
     # The prefix's partial tile, then the tree. Parents come before children, so the last row of
     # this block sees no tile beyond its own. Slots past the context and rows past the tree may
@@ -389,7 +346,6 @@ def merge_splits_kernel(
     K: tl.constexpr,
     BLOCK_N: tl.constexpr,
     CHUNK: tl.constexpr,
-    OVERLAP: tl.constexpr,
 ):
     """Grid (T * G, R * J): merge the splits of one row of `tree_attention_kernel`; dead rows get 0.
 
@@ -408,8 +364,6 @@ def merge_splits_kernel(
     top = tl.full((1,), float("-inf"), tl.float32)
     total = tl.zeros((1,), tl.float32)
     acc = tl.zeros((K,), tl.float32)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
     written = tl.where(t < nodes, tl.cdiv(tiles, per_split), 0)
     for start in range(0, written, CHUNK):
         live = start + chunk < written
@@ -448,18 +402,15 @@ def tree_attention_triton(
     k_scale: Tensor | None = None,
     v_scale: Tensor | None = None,
     splits: int | None = None,
-    min_split_keys: int = MIN_SPLIT_KEYS,
+    min_split_keys: int | None = None,
     tiling: Tiling | None = None,
-    overlap: bool = False,
 ) -> Tensor:
     """Launch the kernels; tensors as in `vllm_weaver.ops.attention.tree_attention`.
 
     Args:
         splits: pieces that each request's keys are cut into at most; None chooses for the device.
-        min_split_keys: keys below which a piece is not cut further.
+        min_split_keys: keys below which a piece is not cut further; None chooses for the device.
         tiling: launch shape of the first kernel; None chooses by sizes and device.
-        overlap: launch the merge before the first kernel has ended (programmatic dependent
-            launch, from compute capability 9.0).
 
     Raises:
         ValueError: head dim, dtype, stride, scale or device that the kernel does not take.
@@ -479,14 +430,17 @@ def tree_attention_triton(
 
     rows = T * (H // J)
     fp8 = k_cache.dtype != q.dtype
+    capability = capability_of(q.device)
     if tiling is None:
-        tiling = choose_tiling(rows, K, q.dtype, capability_of(q.device))
+        tiling = choose_tiling(rows, K, q.dtype, capability)
+    if min_split_keys is None:
+        min_split_keys = least_split_keys(capability)
     row_blocks = triton.cdiv(rows, tiling.block_m)
     if splits is None:
         capacity = block_table.shape[1] * page + T
         side_by_side = tiling.per_multiprocessor(K, k_cache.element_size())
         slots = multiprocessors(q.device) * side_by_side
-        splits = choose_splits(row_blocks * R * J, capacity, slots)
+        splits = choose_splits(row_blocks * R * J, capacity, slots, min_split_keys)
     part = part_lse = out
     if splits > 1:
         part = torch.empty((R * J, splits, rows, K), dtype=torch.float32, device=q.device)
@@ -522,8 +476,6 @@ def tree_attention_triton(
         SPLIT=splits > 1,
         SAME_ROWS=k_cache.stride() == v_cache.stride(),
         FP8=fp8,
-        LAZY=tiling.lazy,
-        OVERLAP=overlap,
         # The interpreter multiplies the raw bits of bfloat16; float32 holds the same values.
         DOT_FLOAT32=INTERPRETED and q.dtype == torch.bfloat16,
         num_warps=tiling.num_warps,
@@ -535,8 +487,6 @@ def tree_attention_triton(
         merge_splits_kernel[(rows, R * J)](
             *(part, part_lse, context_lens, num_nodes, out, *sizes),
             CHUNK=chunk,
-            OVERLAP=overlap,
-            **({"launch_pdl": True} if overlap else {}),
             num_warps=4 if chunk * K >= 2048 else 2,
             **shape,
         )
