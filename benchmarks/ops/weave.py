@@ -3,7 +3,7 @@
 
     python -m benchmarks.ops.weave [--quick] [--out FILE]
     python -m benchmarks.ops.weave --tune [--out FILE]      # see weave_tune.py
-    TRITON_INTERPRET=1 python -m benchmarks.ops.weave --interpret
+    python -m benchmarks.ops.weave --interpret
 
 Shapes are the published adapter's at Qwen3.6-27B's width and vocabulary, weights and states are
 random bfloat16. A time is the median over replays of a CUDA graph. It is the time of one step whose
@@ -14,7 +14,7 @@ a table.
 Checks: pools against the definition, entry by entry, on hard rows; trees in float32 at a small size
 against `build_weaver_tree`, row by row; trees at full size, by the sum of their path probabilities
 under the definition, which must be within 5 % of the definition's own tree's; equal bits in every
-repetition and with overlapping launches. `--interpret` runs those that fit, at toy sizes.
+repetition. `--interpret` runs those that fit, at toy sizes, on a CPU.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import platform
 import statistics
 import subprocess
@@ -38,10 +39,11 @@ from torch import Tensor
 
 from vllm_weaver.adapter import AdapterTables, WeaverAdapter, WeaverConfig
 from vllm_weaver.adapter.tiling import Tiling, choose_tiling, linear_scratch
-from vllm_weaver.adapter.triton import launch_linear
+from vllm_weaver.adapter.triton import INTERPRETED, launch_linear
 from vllm_weaver.ops import top_pool
 from vllm_weaver.tree import DraftTree, build_weaver_tree
 from vllm_weaver.weave import TreeWeaver
+from vllm_weaver.weave.weaver import can_overlap
 
 WORTH_LIMIT = 0.05
 """Relative difference of the trees' sums of path probabilities that bfloat16 may make."""
@@ -235,10 +237,10 @@ class Form:
 
 
 def forms_of(overlap: bool) -> list[Form]:
+    """The package's own, and without the overlap that it has by default."""
     forms = [Form("raw", False), Form("tables", True)]
     if overlap:
-        forms.append(Form("tables, overlap", True, {"overlap": True}, True))
-        forms.append(Form("tables, persistent", True, {"persistent": True}, True))
+        forms.append(Form("tables, no overlap", True, {"overlap": False}, True))
     return forms
 
 
@@ -254,8 +256,6 @@ def check_full_trees(
             weaver = form.weaver(step, budget, tables)
             trees = [kept(step.weave(weaver)) for _ in range(5)]
             trees[0].validate()
-            if weaver.stalled():
-                raise RuntimeError("the programs of a persistent launch did not run at once")
         except Exception as error:
             checks.note(f"builds, {label}", repr(error)[:200], False, form.optional)
             continue
@@ -337,7 +337,6 @@ def bench_weave(
     budget: int,
     forms: list[Form],
     plain: bool = False,
-    parts: bool = True,
 ) -> None:
     hidden, pools, R = step.hidden, step.pools, step.R
     for form in forms:
@@ -361,8 +360,6 @@ def bench_weave(
         copies = [lambda c=c: whole(c) for c in range(COPIES)]
         bench.time("whole", f"{name}, with top_pool", R, budget, copies)
         bench.time("build", f"{name}, {weaver.launches} launches", R, budget, [build])
-        if not parts or form.options.get("persistent"):
-            continue
         bench.time("prefix", name, R, budget, [prefix])
         bench.time("node steps", f"{name}, {weaver.rounds} rounds", R, budget, [node_steps])
         bench_round(bench, step, weaver, name, pools)
@@ -545,15 +542,19 @@ def main() -> None:
     parser.add_argument("--out", default="benchmarks/results/ops-weave.json")
     parser.add_argument("--quick", action="store_true", help="R = 1 and 16, B = 63, fewer replays")
     parser.add_argument("--tune", action="store_true", help="time launch shapes, and no more")
-    parser.add_argument("--interpret", action="store_true", help="checks alone, without a GPU")
+    parser.add_argument("--interpret", action="store_true", help="checks alone, on a CPU")
     parser.add_argument("--compile-workers", type=int, default=14)
     args = parser.parse_args()
-    if args.interpret:
+    if args.interpret and not INTERPRETED:
+        # Triton reads this when it is imported.
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.ops.weave", *sys.argv[1:]])
+    if INTERPRETED:
         interpret()
     if not torch.cuda.is_available():
-        raise SystemExit("benchmarks.ops.weave needs a GPU, or --interpret with TRITON_INTERPRET=1")
+        raise SystemExit("benchmarks.ops.weave needs a GPU, or --interpret for its checks alone")
     started = time.perf_counter()
-    overlap = torch.cuda.get_device_capability()[0] >= 9
+    overlap = can_overlap(torch.device(DEVICE))
     checks, bench = Checks(), Bench(15 if args.quick or args.tune else 31)
     with multiprocessing.get_context("spawn").Pool(args.compile_workers) as workers:
         if args.tune:

@@ -5,8 +5,8 @@
 
 Layers alone come first, at 4 and 64 rows, each product after its check: once with weights from
 memory, once with those of the launch before, which the L2 cache holds; the truth of a weave lies in
-between. Then the kernel of scores and growth, and at last whole builds: the tables of the package,
-the best of each search, and the other options of `TreeWeaver`. Rows for the tables are printed.
+between. Then the kernel of scores and growth, and at last whole builds: the tables of the package
+and the best of each search. Rows for the tables are printed.
 """
 
 from __future__ import annotations
@@ -40,7 +40,6 @@ from benchmarks.ops.weave import (
 )
 from vllm_weaver.adapter.tiling import (
     LayerShape,
-    RoundsTiling,
     ScoreTiling,
     Tiling,
     choose_scores,
@@ -54,11 +53,6 @@ _SHARED = 225_000
 _SCORES = (
     *((2, 2048, 4), (4, 2048, 4), (4, 1024, 4), (8, 2048, 4), (8, 1024, 4), (16, 512, 4)),
     *((8, 1024, 8), (16, 1024, 8), (8, 2048, 8)),
-)
-# The package's own first.
-_ROUNDS = (
-    *((4, 2, 8, 1024, 4), (4, 2, 8, 1024, 4, False), (8, 2, 8, 1024, 4), (4, 2, 4, 1024, 4)),
-    *((8, 1, 16, 1024, 8), (16, 1, 16, 1024, 8), (4, 1, 16, 512, 4)),
 )
 
 
@@ -252,16 +246,11 @@ def tune(checks: Checks, bench: Bench, workers: Pool, overlap: bool) -> dict[str
             *own,
             Form("tables, best cold", True, best, True),
             Form("tables, best warm", True, warm, True),
-            Form("tables, best cold, resident", True, {**best, "resident": True}, True),
             Form("raw, best cold", False, best, True),
         ]
         if overlap:
-            forms.append(Form("tables, best cold, overlap", True, {**best, "overlap": True}, True))
-        if overlap and R == 1:
-            for shape in _ROUNDS:
-                rounds = RoundsTiling(*shape)
-                options = {"persistent": rounds}
-                forms.append(Form(f"tables, persistent {tuple(rounds)}", True, options, True))
+            off = {**best, "overlap": False}
+            forms.append(Form("tables, best cold, no overlap", True, off, True))
         return forms
 
     tasks = [("weave", R, BUDGET, [form]) for R in REQUESTS for form in forms_for(R)]

@@ -113,51 +113,6 @@ def test_trees_are_those_of_the_definition(make_case, name: str) -> None:
     assert weaver.launches == 3 + 5 * (layers - 1) + per_round * weaver.rounds
 
 
-PERSISTENT = {
-    "one request": (dict(requests=1), 6, dict()),
-    "two requests": (dict(requests=2), 9, dict(expansion_width=3, children=4)),
-    "wide pool": (dict(requests=1, pool=35), 8, dict(expansion_width=4, full_pools=True)),
-    "tanh": (dict(requests=1, activation="gelu_tanh"), 5, dict(expansion_width=2)),
-}
-
-
-@needs_kernel
-@pytest.mark.parametrize("name", PERSISTENT)
-def test_all_rounds_in_one_launch_give_the_same_trees(make_case, name: str) -> None:
-    kind, budget, options = PERSISTENT[name]
-    case = make_case("v1", **kind, seed=len(name))
-    roots = torch.arange(case.ids.shape[0]) + 3
-    weaver = weaver_for(case, budget, tables=True, persistent=True, **options)
-    expected = expected_tree(case, roots, budget, **options)
-    case.adapter.to(DEVICE)
-    assert_same(build(weaver, case, roots), expected)
-    assert weaver.launches == 4 and weaver.stalled() == 0
-    if len(roots) > 1:
-        roots[-1] = -1
-        tree = build(weaver, case, roots)
-        assert_same(tree, expected, slice(0, -1))
-        assert not tree.tokens[-1].any()
-
-
-@needs_kernel
-def test_a_launch_whose_programs_cannot_meet_leaves_the_roots(make_case, monkeypatch) -> None:
-    from vllm_weaver.weave import weaver as module
-
-    case = make_case("v1", requests=2)
-    roots = torch.tensor([3, -1])
-    weaver = weaver_for(case, 6, expansion_width=2, tables=True, persistent=True, graphs=False)
-    whole = build(weaver, case, roots)
-    with monkeypatch.context() as patch:
-        # Waits end at once, as if the polls had run out.
-        patch.setattr(module, "POLLS", 0)
-        tree = build(weaver, case, roots)
-    assert weaver.stalled() == 1
-    assert tree.num_nodes.tolist() == [1, 0]
-    assert tree.tokens[0].tolist() == [3] + [0] * 6
-    tree.validate()
-    assert_same(build(weaver, case, roots), whole)
-
-
 @needs_kernel
 @pytest.mark.parametrize("tables", [False, True])
 def test_with_the_samplers_noise_trees_are_those_of_the_definition(make_case, tables: bool) -> None:
@@ -288,7 +243,7 @@ def test_full_size_trees_are_as_good_as_the_definitions(requests: int) -> None:
     adapter, embed, lm_head, step = full_size(requests)
     roots = torch.arange(requests, device=DEVICE)
     shape = dict(budget=63, full_pools=True)
-    trees = {"definition": None, "raw": None, "tables": None, "overlap": None, "persistent": None}
+    trees = {"definition": None, "raw": None, "tables": None, "no overlap": None}
     tables = adapter.precompute(embed, lm_head)
     rest = dict(max_requests=requests, pool=512, **shape)
     scorer = adapter.begin(*step, embed, lm_head, 64)
@@ -296,8 +251,7 @@ def test_full_size_trees_are_as_good_as_the_definitions(requests: int) -> None:
     for name, options in {
         "raw": dict(embed=embed, lm_head=lm_head),
         "tables": dict(embed=None, lm_head=None, tables=tables),
-        "overlap": dict(embed=None, lm_head=None, tables=tables, overlap=True),
-        "persistent": dict(embed=None, lm_head=None, tables=tables, persistent=True),
+        "no overlap": dict(embed=None, lm_head=None, tables=tables, overlap=False),
     }.items():
         weaver = TreeWeaver(adapter, **options, **rest)
         results = [weaver.build(*step, roots).to("cpu") for _ in range(3)]
@@ -305,7 +259,7 @@ def test_full_size_trees_are_as_good_as_the_definitions(requests: int) -> None:
             assert_same(other, results[0])
         results[0].validate()
         trees[name] = results[0].to(DEVICE)
-    assert_same(trees["overlap"].to("cpu"), trees["tables"].to("cpu"))
+    assert_same(trees["no overlap"].to("cpu"), trees["tables"].to("cpu"))
     exact = adapter.float()
     worth = {}
     for name, tree in trees.items():
@@ -355,6 +309,25 @@ def test_replayed_graphs_follow_their_inputs(make_case) -> None:
         actual = actual.to("cpu")
         assert_same(actual, expected_tree(other, roots, 7, expansion_width=2), slice(requests))
         case.adapter.to(DEVICE)
+
+
+@needs_kernel
+def test_launches_overlap_by_default_where_the_device_can(make_case, monkeypatch) -> None:
+    from vllm_weaver.weave import weaver as module
+
+    def can(capability: tuple[int, int], kind: str = "cuda", hip: str | None = None) -> bool:
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "INTERPRETED", False)
+            patch.setattr(torch.version, "hip", hip)
+            patch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+            return module.can_overlap(torch.device(kind))
+
+    assert can((9, 0)) and can((10, 0)) and can((12, 1))
+    assert not can((8, 9)) and not can((9, 4), hip="6.4") and not can((9, 0), "cpu")
+    case = make_case()
+    for asked in (False, True):
+        assert weaver_for(case, 5, overlap=asked)._overlap is asked
+    assert weaver_for(case, 5)._overlap is module.can_overlap(torch.device(DEVICE))
 
 
 @needs_kernel

@@ -19,7 +19,6 @@ FLOAT = dict.fromkeys(
         *("query_squares_ptr", "scores_ptr", "score_ptr", "prefix_squares_ptr"),
         *("top_ptr", "total_ptr", "best_ptr", "log_probs_ptr", "rope_ptr"),
         *("noise_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"),
-        *("qkv_bias_ptr", "first_bias_ptr", "between_ptr", "between_squares_ptr"),
     ),
     "*fp32",
 )
@@ -28,14 +27,12 @@ INTEGER = dict.fromkeys(
         *("add_index_ptr", "slot_ptr", "ticket_ptr", "path_ptr", "count_ptr", "node_ptr"),
         *("frontier_tokens_ptr", "frontier_parents_ptr", "tokens_ptr", "parents_ptr"),
         *("depths_ptr", "num_nodes_ptr", "depth_ptr", "position_ptr", "row_paths_ptr"),
-        *("roots_ptr", "list_ptr", "top_k_ptr", "barrier_ptr"),
+        *("roots_ptr", "list_ptr", "top_k_ptr"),
     ),
     "*i32",
 )
 LONG = dict.fromkeys(("keys_ptr", "ids_ptr", "ancestors_ptr"), "*i64")
-SCALARS = dict.fromkeys(
-    ("eps", "weight", "penalty", "qkv_eps", "mlp_eps", "attention_scale"), "fp32"
-)
+SCALARS = dict.fromkeys(("eps", "weight", "penalty"), "fp32")
 TYPES = {**FLOAT, **INTEGER, **LONG, **SCALARS}
 Kernel = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]
 
@@ -78,17 +75,18 @@ def adapter_kernels(arch: int) -> Iterator[Kernel]:
     from vllm_weaver.adapter import triton as adapter
     from vllm_weaver.adapter.tiling import choose_tiling
 
-    # Name, inputs, outputs, and what the layer has beside its product.
-    layers = (
-        ("input", E, R, dict(J=1, BIAS=True, ADD=2, SQUARES=True, NEXT=True)),
-        ("qkv", R, 3 * R, dict(J=256, BIAS=True, CACHE=True)),
-        ("output", R, R, dict(ADD=1, SQUARES=True, NEXT=True)),
-        ("gelu", R, R, dict(J=256, BIAS=True, ACTIVATION=1)) if arch == 90 else None,
-        ("swiglu", R, R, dict(J=256, BIAS=True, ACTIVATION=3)),
-        ("query", R, E, dict(J=256, BIAS=True)),
-    )
     # Tall tiles on the architecture that is measured: they are the ones that take long to compile.
     for rows in (4, 16, 64) if arch == 90 else (4,):
+        J = R // choose_tiling(rows, R, R, torch.bfloat16).block_o
+        # Name, inputs, outputs, and what the layer has beside its product.
+        layers = (
+            ("input", E, R, dict(J=1, BIAS=True, ADD=2, SQUARES=True, NEXT=True)),
+            ("qkv", R, 3 * R, dict(J=J, BIAS=True, CACHE=True)),
+            ("output", R, R, dict(ADD=1, SQUARES=True, NEXT=True)),
+            ("gelu", R, R, dict(J=J, BIAS=True, ACTIVATION=1)) if arch == 90 else None,
+            ("swiglu", R, R, dict(J=J, BIAS=True, ACTIVATION=3)),
+            ("query", R, E, dict(J=J, BIAS=True)),
+        )
         for name, inputs, outputs, extra in filter(None, layers):
             tiling = choose_tiling(rows, inputs, outputs, torch.bfloat16, name == "swiglu")
             lines = triton.cdiv(inputs * 2, tiling.splits * adapter.CACHE_LINE)
@@ -106,7 +104,6 @@ def adapter_kernels(arch: int) -> Iterator[Kernel]:
                 "BN": tiling.block_n,
                 "BK": tiling.block_k,
                 "DOTS": tiling.dots,
-                "POLICY": "",
                 "LINES": triton.next_power_of_2(lines),
                 "OVERLAP": arch >= 90,
             }
@@ -125,10 +122,11 @@ def adapter_kernels(arch: int) -> Iterator[Kernel]:
 
 
 def weave_kernels(arch: int) -> Iterator[Kernel]:
-    from vllm_weaver.adapter.tiling import choose_rounds, choose_scores
+    import torch
+
+    from vllm_weaver.adapter.tiling import choose_scores, choose_tiling
     from vllm_weaver.ops.noise.drawn import HALVINGS
     from vllm_weaver.weave import triton as weave
-    from vllm_weaver.weave.persistent import rounds_kernel
 
     types = TYPES | {"logits_ptr": "*fp32"}
     for budget, group in ((15, 1), (63, 4), (127, 8)):
@@ -139,9 +137,10 @@ def weave_kernels(arch: int) -> Iterator[Kernel]:
             **dict(T=rows, W=words, WB=words, D=D, DB=16, G=group, GB=group, E=R, EB=2048),
             **dict(STREAM=True, POSITIONS=True, OVERLAP=arch >= 90),
         }
+        blocks = R // choose_tiling(group, R, R, torch.bfloat16).block_o
         for kind, K, J, noise in (
-            ("tables", R, 256, False),
-            ("tables, noise", R, 256, True),
+            ("tables", R, blocks, False),
+            ("tables, noise", R, blocks, True),
             ("raw", E, 0, False),
         ):
             if kind == "raw" and group != 4:
@@ -150,24 +149,12 @@ def weave_kernels(arch: int) -> Iterator[Kernel]:
             constants = {
                 **sizes,
                 **dict(P=P, PB=P, BP=tiling.candidates, K=K, BK=tiling.block_k),
-                **dict(J=J, JB=max(1, J), POLICY=""),
+                **dict(J=J, JB=max(1, J)),
                 **dict(C=C, CB=C, F=places, FB=places, NOISE=noise, HALVINGS=HALVINGS),
             }
             warps = {"num_warps": tiling.num_warps}
             name = f"score and grow, {kind}, G={group}"
             yield name, weave.score_and_grow_kernel, constants, types, warps
-        if group == 4 and arch == 90:
-            rounds = choose_rounds(R, 1, group, P)
-            constants = {
-                **{k: v for k, v in sizes.items() if k not in ("STREAM", "OVERLAP")},
-                **dict(R=1, J=R // rounds.outputs, JB=R // rounds.outputs, ROUNDS=16),
-                **dict(H=16, HD=128, HB=128, LB=32, MLP=R, MB=R, KB=R, ACTIVATION=1, TB=rows),
-                **dict(BO=rounds.outputs, BN=group, PREFETCH=rounds.prefetch, NOISE=False),
-                **dict(HALVINGS=HALVINGS, P=P, PB=P, BP=rounds.candidates, BK=rounds.block_k),
-                **dict(C=C, CB=C, F=places, FB=places),
-            }
-            options = {"num_warps": rounds.num_warps, "num_stages": 1}
-            yield "all rounds", rounds_kernel, constants, types, options
         if group == 4:
             constants = {**sizes, "TB": rows, "WIDTH": E, "WIDTHB": 8192}
             yield "start", weave.start_kernel, constants, types, {"num_warps": 4}

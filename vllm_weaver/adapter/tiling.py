@@ -3,7 +3,7 @@
 
 `python -m benchmarks.ops.weave --tune` times others and prints rows for the tables below. Knows no
 kernel: the shapes are those of `adapter.triton.linear_kernel` and
-`weave.triton.score_and_grow_kernel`, and of `weave.persistent.rounds_kernel`.
+`weave.triton.score_and_grow_kernel`.
 """
 
 from __future__ import annotations
@@ -45,39 +45,30 @@ class ScoreTiling(NamedTuple):
     num_warps: int
 
 
-class RoundsTiling(NamedTuple):
-    """Launch shape of `rounds_kernel`: outputs of a tile, programs on a multiprocessor, candidates
-    that one scores and inputs read at a time, and whether weights and rows are asked for early.
-    """
-
-    outputs: int
-    programs: int
-    candidates: int
-    block_k: int
-    num_warps: int
-    prefetch: bool = True
-
-
 # (inputs, outputs, rows) in bfloat16; rows are the power of two from the real number up, at least 4
-# and at most 256.
+# and at most 256. Measured on an H200 with weights from memory (docs/kernels.md, "The weave"): in
+# whole builds these were faster than the best with weights in the L2 cache.
 LayerShape = tuple[int, int, int]
 LINEAR: dict[LayerShape, Tiling] = {
     # One request of four nodes: the published adapter.
-    (2048, 6144, 4): Tiling(8, 4, 2048, 1, 4, 1, False),
-    (2048, 2048, 4): Tiling(8, 4, 2048, 1, 4, 1, False),
-    (5120, 2048, 4): Tiling(4, 4, 8192, 1, 8, 1, False),
+    (2048, 6144, 4): Tiling(16, 8, 512, 1, 2, 4),
+    (2048, 2048, 4): Tiling(4, 4, 2048, 1, 2, 1, False),
+    (5120, 2048, 4): Tiling(16, 8, 512, 1, 2, 4),
     (2048, 5120, 4): Tiling(8, 4, 2048, 1, 4, 1, False),
     # Its prefix: 16 rows a request.
-    (5120, 2048, 16): Tiling(16, 16, 256, 4, 4, 5),
-    (2048, 4096, 16): Tiling(16, 16, 256, 2, 4, 4),
-    (5120, 2048, 256): Tiling(64, 64, 128, 2, 4, 3),
-    # 16 requests.
-    (2048, 6144, 64): Tiling(64, 64, 64, 2, 4, 5),
+    (5120, 2048, 16): Tiling(32, 16, 256, 4, 4, 4),
+    (2048, 4096, 16): Tiling(16, 16, 512, 1, 2, 3),
+    # 16 requests of four nodes.
+    (2048, 6144, 64): Tiling(64, 64, 128, 1, 4, 5),
     (2048, 2048, 64): Tiling(64, 64, 128, 4, 4, 4),
     (5120, 2048, 64): Tiling(64, 64, 128, 4, 4, 4),
-    (2048, 5120, 64): Tiling(64, 64, 64, 2, 4, 5),
+    (2048, 5120, 64): Tiling(64, 64, 128, 1, 4, 5),
+    # Their prefix.
+    (5120, 2048, 256): Tiling(64, 64, 128, 1, 4, 5),
+    (2048, 4096, 256): Tiling(64, 64, 64, 1, 4, 6),
 }
-# (inputs, nodes) of a round, nodes as rows above.
+# (inputs, nodes) of a round, nodes as rows above. None: of nine shapes the rule's were the fastest
+# with 4 nodes and with 64.
 SCORES: dict[tuple[int, int], ScoreTiling] = {}
 
 
@@ -162,17 +153,6 @@ def choose_scores(
     # As many columns at a time as registers hold of a loop unrolled.
     columns = min(1024 if inputs <= 2048 else 512, _power_of_two(inputs))
     return ScoreTiling(8, columns, growth_warps(width, pool))
-
-
-def choose_rounds(inputs: int, requests: int, width: int, pool: int) -> RoundsTiling:
-    """Launch shape for all rounds at once: as many programs as registers let run at once.
-
-    A tile has as many outputs as warps: registers hold it and the next one.
-    """
-    scores = choose_scores(inputs, requests, width, pool, {})
-    warps = growth_warps(width, pool)
-    programs, candidates = (2, 8) if warps == 4 else (1, 16)
-    return RoundsTiling(warps, programs, candidates, scores.block_k, warps)
 
 
 def growth_warps(width: int, pool: int) -> int:

@@ -65,7 +65,7 @@ def let_next_start():
 
 
 @triton.jit
-def prefetch(pointers):
+def _prefetch(pointers):
     """Ask for the lines at `pointers` in the L2 cache."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
@@ -102,7 +102,7 @@ def _sum_parts(part, SPLITS: tl.constexpr, SIZE: tl.constexpr):
 
 
 @triton.jit
-def finish_linear(
+def _finish_linear(
     acc,
     gate,
     scale,
@@ -172,14 +172,14 @@ def finish_linear(
 
 
 @triton.jit
-def _load_weights(pointers, inside, EVEN: tl.constexpr, POLICY: tl.constexpr):
+def _load_weights(pointers, inside, EVEN: tl.constexpr):
     if EVEN:
-        return tl.load(pointers, eviction_policy=POLICY)
-    return tl.load(pointers, mask=inside, other=0.0, eviction_policy=POLICY)
+        return tl.load(pointers)
+    return tl.load(pointers, mask=inside, other=0.0)
 
 
 @triton.jit
-def multiply_rows(acc, w, x_ptr, k, first_row, N, K: tl.constexpr, BN: tl.constexpr):
+def _multiply_rows(acc, w, x_ptr, k, first_row, N, K: tl.constexpr, BN: tl.constexpr):
     """`acc` [BO, BN] plus the products of weights `w` [BO, 1, BK], at inputs `k`, with BN rows.
 
     Weights and rows are loaded in the shape of their product, so that no thread has to pass any on.
@@ -191,7 +191,7 @@ def multiply_rows(acc, w, x_ptr, k, first_row, N, K: tl.constexpr, BN: tl.conste
 
 
 @triton.jit
-def product_of_tile(
+def _product_of_tile(
     x_ptr,
     weight_ptr,
     o,
@@ -208,7 +208,6 @@ def product_of_tile(
     EVEN: tl.constexpr,
     DOTS: tl.constexpr,
     WIDEN: tl.constexpr,
-    POLICY: tl.constexpr,
 ):
     """Products [BO, BN] of outputs `o` and rows from `first_row` on, over PART inputs from `first`
     on, and those of the gate, which are zeros if there is none.
@@ -221,7 +220,7 @@ def product_of_tile(
             k = first + start + tl.arange(0, BK)
             weights = weight_ptr + o[:, None] * K + k[None, :]
             inside = (o < M)[:, None] & (k < K)[None, :]
-            w = _load_weights(weights, inside, EVEN, POLICY)
+            w = _load_weights(weights, inside, EVEN)
             x = tl.load(
                 x_ptr + n[None, :] * K + k[:, None],
                 mask=(n < N)[None, :] & (k < K)[:, None],
@@ -229,20 +228,20 @@ def product_of_tile(
             )
             if GATED:
                 gate = _accumulate(gate, w, x, WIDEN)
-                w = _load_weights(weights + M * K, inside, EVEN, POLICY)
+                w = _load_weights(weights + M * K, inside, EVEN)
             acc = _accumulate(acc, w, x, WIDEN)
     else:
         for start in tl.static_range(0, PART, BK):
             k = first + start + tl.arange(0, BK)
             weights = weight_ptr + o[:, None, None] * K + k[None, None, :]
             inside = (o < M)[:, None, None] & (k < K)[None, None, :]
-            w = _load_weights(weights, inside, EVEN, POLICY)
+            w = _load_weights(weights, inside, EVEN)
             g = w
             if GATED:
-                w = _load_weights(weights + M * K, inside, EVEN, POLICY)
-            acc = multiply_rows(acc, w, x_ptr, k, first_row, N, K, BN)
+                w = _load_weights(weights + M * K, inside, EVEN)
+            acc = _multiply_rows(acc, w, x_ptr, k, first_row, N, K, BN)
             if GATED:
-                gate = multiply_rows(gate, g, x_ptr, k, first_row, N, K, BN)
+                gate = _multiply_rows(gate, g, x_ptr, k, first_row, N, K, BN)
     return acc, gate
 
 
@@ -282,7 +281,6 @@ def linear_kernel(
     DOTS: tl.constexpr,
     LINES: tl.constexpr,
     WIDEN: tl.constexpr,
-    POLICY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (blocks of M, SPLITS, blocks of N): `linear(norm(x))` and what follows it.
@@ -302,23 +300,23 @@ def linear_kernel(
         ROW: tl.constexpr = 1024 // weight_ptr.dtype.element_ty.primitive_bitwidth
         line = tl.minimum(first + tl.arange(0, LINES) * ROW, K - 1)
         rows = tl.minimum(o, M - 1)[:, None] * K
-        prefetch(weight_ptr + rows + line[None, :])
+        _prefetch(weight_ptr + rows + line[None, :])
         if GATED:
-            prefetch(weight_ptr + M * K + rows + line[None, :])
+            _prefetch(weight_ptr + M * K + rows + line[None, :])
         wait_for_previous()
 
     scale = tl.zeros((BN,), tl.float32)
     if J > 0 and SPLITS == 1:
         scale = norm_scale(squares_ptr, n, n < N, N, eps, J, JB, K)
-    acc, gate = product_of_tile(
+    acc, gate = _product_of_tile(
         *(x_ptr, weight_ptr, o, first_row, first, N, K, M, PART, BO, BN, BK),
-        *(GATED, EVEN, DOTS, WIDEN, POLICY),
+        *(GATED, EVEN, DOTS, WIDEN),
     )
     if OVERLAP:
         let_next_start()
 
     if SPLITS == 1:
-        finish_linear(
+        _finish_linear(
             *(acc, gate, scale, o, n, bias_ptr, add_ptr, add_index_ptr, out_ptr, next_ptr),
             *(next_weight_ptr, kv_ptr, slot_ptr, out_squares_ptr, block, N, M, OUT, BIAS),
             *(ACTIVATION, ADD, CACHE, SQUARES, NEXT, J > 0),
@@ -341,7 +339,7 @@ def linear_kernel(
             acc = _sum_parts(part, SPLITS, SIZE)
             if GATED:
                 gate = _sum_parts(part + SPLITS * SIZE, SPLITS, SIZE)
-            finish_linear(
+            _finish_linear(
                 *(acc, gate, scale, o, n, bias_ptr, add_ptr, add_index_ptr, out_ptr, next_ptr),
                 *(next_weight_ptr, kv_ptr, slot_ptr, out_squares_ptr, block, N, M, OUT, BIAS),
                 *(ACTIVATION, ADD, CACHE, SQUARES, NEXT, J > 0),
@@ -358,9 +356,7 @@ def _rotated(first, second, rope_ptr, position, half, HALF: tl.constexpr, mask):
 
 
 @triton.jit
-def attend(
-    n,
-    head,
+def attention_kernel(
     q_ptr,
     kv_ptr,
     path_ptr,
@@ -378,11 +374,14 @@ def attend(
     ROPE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """One head of one row over the first `count` columns of its request.
+    """Grid (N, H): one head of one row over the first `count` columns of its request.
 
     Columns 0..D are the prefix rows, which open the request's part of the cache; column D + 1 + k
     is the row's ancestor (or itself) at depth k, whose cache row is `path` [N, D].
     """
+    if OVERLAP:
+        wait_for_previous()
+    n, head = tl.program_id(0), tl.program_id(1)
     width: tl.constexpr = H * HD
     count = tl.load(count_ptr + n)
     column = tl.arange(0, LB)
@@ -430,34 +429,6 @@ def attend(
 
 
 @triton.jit
-def attention_kernel(
-    q_ptr,
-    kv_ptr,
-    path_ptr,
-    count_ptr,
-    rope_ptr,
-    out_ptr,
-    scale,
-    stride_request,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    H: tl.constexpr,
-    HD: tl.constexpr,
-    LB: tl.constexpr,
-    HB: tl.constexpr,
-    ROPE: tl.constexpr,
-    OVERLAP: tl.constexpr,
-):
-    """Grid (N, H): `attend`, a program a row and head."""
-    if OVERLAP:
-        wait_for_previous()
-    attend(
-        *(tl.program_id(0), tl.program_id(1), q_ptr, kv_ptr, path_ptr, count_ptr, rope_ptr),
-        *(out_ptr, scale, stride_request, GROUP, D, H, HD, LB, HB, ROPE, OVERLAP),
-    )
-
-
-@triton.jit
 def pool_log_softmax(logits):
     """Log-softmax of pools [G, S, L]; -inf stays -inf, a pool of -inf is all -inf, NaN takes its
     pool.
@@ -495,7 +466,6 @@ def launch_linear(
     cache: tuple[Tensor, Tensor] | None = None,
     scaled: tuple[Tensor, Tensor] | None = None,
     out_squares: Tensor | None = None,
-    policy: str = "",
     overlap: bool = False,
 ) -> int:
     """Launch `linear_kernel`; returns J, the blocks of `out_squares`.
@@ -514,7 +484,6 @@ def launch_linear(
     | `scaled` | ([N, M] of any dtype, [M] weight) | out, in | the result times the weight |
     | `out_squares` | [J, N] float32, flat | out | partial sums of squares of the result |
     | `part`, `ticket` | see `linear_scratch`; tickets are 0 before and after | scratch | |
-    | `policy` | | | Triton's eviction policy for the weights |
     | `overlap` | | | start while the launch before runs, and wait there |
     """
     inputs = x_NK.shape[1]
@@ -551,7 +520,6 @@ def launch_linear(
         ),
         # The interpreter multiplies the raw bits of bfloat16; float32 holds the same values.
         WIDEN=INTERPRETED and weight_MK.dtype == torch.bfloat16,
-        POLICY=policy,
         OVERLAP=overlap,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,

@@ -187,7 +187,7 @@ def start_kernel(
 
 
 @triton.jit
-def score_candidates(
+def _score_candidates(
     n,
     r,
     block,
@@ -213,7 +213,6 @@ def score_candidates(
     BK: tl.constexpr,
     J: tl.constexpr,
     JB: tl.constexpr,
-    POLICY: tl.constexpr,
 ):
     """Scores of a block of a node's candidates: the drafter's logit plus the product of the
     candidate's row [K] with the node's query; with J > 0 the query is normed first.
@@ -237,7 +236,7 @@ def score_candidates(
                 norm_bias = tl.load(norm_bias_ptr + k, mask=k < K, other=0.0).to(tl.float32)
                 query = query * scale * norm_weight + norm_bias
             mask = (ids >= 0)[:, None] & (k < K)[None, :]
-            w = tl.load(rows + k[None, :], mask=mask, other=0.0, eviction_policy=POLICY)
+            w = tl.load(rows + k[None, :], mask=mask, other=0.0)
             acc += w.to(tl.float32) * query[None, :]
         logits_at = r.to(tl.int64) * logits_stride_r + depth.to(tl.int64) * logits_stride_d
         logits = tl.load(logits_ptr + logits_at + p, mask=p < P, other=0.0).to(tl.float32)
@@ -246,7 +245,7 @@ def score_candidates(
 
 
 @triton.jit
-def grow(
+def _grow(
     r,
     node,
     own_depth,
@@ -438,10 +437,9 @@ def score_and_grow_kernel(
     EB: tl.constexpr,
     STREAM: tl.constexpr,
     POSITIONS: tl.constexpr,
-    POLICY: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (blocks of P, N = R * G): `score_candidates`; `grow` in a request's last program."""
+    """Grid (blocks of P, N = R * G): `_score_candidates`; `_grow` in a request's last program."""
     if OVERLAP:
         wait_for_previous()
     n = tl.program_id(1)
@@ -451,10 +449,10 @@ def score_and_grow_kernel(
     node = tl.load(node_ptr + r * G + g, mask=g < G, other=-1)
     own_depth = tl.load(depth_ptr + r * G + g, mask=g < G, other=0)
     score = tl.load(score_ptr + r * G + g, mask=g < G, other=0.0)
-    score_candidates(
+    _score_candidates(
         *(n, r, tl.program_id(0), query_ptr, norm_weight_ptr, norm_bias_ptr, query_squares_ptr),
         *(pool_rows_ptr, ids_ptr, logits_ptr, scores_ptr, node_ptr, depth_ptr, ids_stride_r),
-        *(ids_stride_d, logits_stride_r, logits_stride_d, N, eps, P, BP, K, BK, J, JB, POLICY),
+        *(ids_stride_d, logits_stride_r, logits_stride_d, N, eps, P, BP, K, BK, J, JB),
     )
     if OVERLAP:
         let_next_start()
@@ -462,7 +460,7 @@ def score_and_grow_kernel(
     tl.debug_barrier()
     if tl.atomic_add(ticket_ptr + r, 1) == tl.num_programs(0) * G - 1:
         tl.store(ticket_ptr + r, 0)
-        grow(
+        _grow(
             *(r, node, own_depth, score, ids_ptr, scores_ptr, keys_ptr, frontier_tokens_ptr),
             *(frontier_parents_ptr, token_rows_ptr, positions_ptr, tokens_ptr, parents_ptr),
             *(depths_ptr, num_nodes_ptr, ancestors_ptr, node_ptr, depth_ptr, score_ptr),

@@ -18,11 +18,10 @@ from vllm_weaver.adapter.config import AdapterError
 from vllm_weaver.adapter.layers import BiasedRMSNorm, WeaverBlock
 from vllm_weaver.adapter.model import AdapterTables, WeaverAdapter
 from vllm_weaver.adapter.tiling import (
+    FEW_ROWS,
     LayerShape,
-    RoundsTiling,
     ScoreTiling,
     Tiling,
-    choose_rounds,
     choose_scores,
     choose_tiling,
     linear_scratch,
@@ -40,15 +39,12 @@ from vllm_weaver.tree.best_first import check_growth
 from vllm_weaver.tree.draft_tree import DraftTree, check_budget, num_words
 from vllm_weaver.tree.shared_noise import CONDITIONAL_WEIGHT, OUTSIDE_PENALTY, SharedNoise
 from vllm_weaver.tree.weaver_tree import group_width, most_rounds
-from vllm_weaver.weave.persistent import POLLS, STALLED, rounds_kernel
 from vllm_weaver.weave.triton import score_and_grow_kernel, start_kernel
 
 MAX_GRAPHS = 32
 """Captured graphs that are kept; the one captured first goes first."""
 MAX_POOL = 1024
 """Candidates per depth: one program holds those of all nodes of a round."""
-MOST_PERSISTENT_ROWS = 8
-"""Rows up to which all rounds are one launch: its products are taken without tensor cores."""
 Tilings = Mapping[LayerShape, Tiling]
 ScoreTilings = Mapping[tuple[int, int], ScoreTiling]
 
@@ -64,11 +60,8 @@ class TreeWeaver:
       less to read at the published size, for 2 V r numbers of memory |
     | `max_requests`, `pool` | largest R; P |
     | `budget`, `expansion_width`, `children`, `full_pools` | as in `tree.build_weaver_tree` |
-    | `overlap` | launch each kernel while the one before ends, and fetch its weights meanwhile
-      (sm_90 and later) |
-    | `persistent` | all rounds of few rows in one cooperative launch (`weave.persistent`), of this
-      shape if one is given; without tables and for other adapters than v1 of one layer, ignored |
-    | `resident` | ask the L2 cache to hold the weights of the output projection and the MLP |
+    | `overlap` | launch each kernel while the one before ends, and fetch its weights meanwhile;
+      needs CUDA and compute capability 9.0; None: where there is that |
     | `tilings`, `score_tilings` | launch shapes instead of those of `adapter.tiling` |
     | `graphs` | whether calls are captured and replayed; None: on a GPU |
 
@@ -93,9 +86,7 @@ class TreeWeaver:
         expansion_width: int | None = None,
         children: int = 8,
         full_pools: bool = False,
-        overlap: bool = False,
-        persistent: bool | RoundsTiling = False,
-        resident: bool = False,
+        overlap: bool | None = None,
         tilings: Tilings | None = None,
         score_tilings: ScoreTilings | None = None,
         graphs: bool | None = None,
@@ -126,9 +117,7 @@ class TreeWeaver:
         check_growth(roots, config.depth, self.width, children)
         self._children = min(children, pool)
         self.rounds = most_rounds(budget, config.depth, self.width, children, full_pools)
-        self._overlap, self._resident = overlap, resident
-        fits = self._projected and config.variant == "v1" and config.num_layers == 1
-        self._persistent = persistent if fits else False
+        self._overlap = can_overlap(device) if overlap is None else overlap
         self._tilings, self._score_tilings = tilings, score_tilings
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] | None = (
             {} if (device.type == "cuda" if graphs is None else graphs) else None
@@ -183,9 +172,8 @@ class TreeWeaver:
         self._query = None if self._projected else empty(nodes, config.d_model)
         self._scores, self._request_ticket = empty(nodes, pool), index(max_requests)
         # Blocks of 16 outputs or more, or of any number where rows are few.
-        blocks = max(triton.cdiv(r, 16) * most, r * MOST_PERSISTENT_ROWS)
+        blocks = max(triton.cdiv(r, 16) * most, r * FEW_ROWS)
         self._squares = [empty(blocks) for _ in range(2)]
-        self._barrier = index(4)
         self._positions = None
         if adapter.pos_emb is not None:
             self._positions = F.pad(adapter.pos_emb.detach(), (0, 0, 1, 0)).contiguous()
@@ -292,9 +280,6 @@ class TreeWeaver:
         self.launches = 0
         self._start(R, h_draft_RDd)
         self._run_prefix(R)
-        if self._persistent and R * self.width <= MOST_PERSISTENT_ROWS:
-            self._run_rounds(R, ids_RDP, logits_RDP, noise)
-            return
         for step in range(self.rounds):
             query, squares = self._run_nodes(R)
             self._score_and_grow(R, step, query, squares, ids_RDP, logits_RDP, noise)
@@ -445,14 +430,12 @@ class TreeWeaver:
         """
         adapter = self._adapter
         block = cast(WeaverBlock, adapter.blocks[layer])
-        kept, given_up = ("evict_last", "evict_first") if self._resident else ("", "")
         self._linear(
             *(rows, scaled, block.qkv_proj.weight, self._q),
             bias_M=self._qkv_bias[layer],
             squares_JN=squares_JN,
             eps=block.norm_attn.eps,
             cache=(self._kv[layer], slot),
-            policy=given_up,
         )
         self.launches += 1
         launch_attention(
@@ -468,7 +451,6 @@ class TreeWeaver:
             add=x,
             scaled=(self._scaled, block.norm_mlp.weight),
             out_squares=squares,
-            policy=kept,
         )
         first, second = _mlp(block)
         self._linear(
@@ -477,7 +459,6 @@ class TreeWeaver:
             squares_JN=(squares, J),
             eps=block.norm_mlp.eps,
             activation=ACTIVATIONS[block.activation or "gelu"],
-            policy=kept,
         )
         following: BiasedRMSNorm | None = None
         if layer + 1 < adapter.config.num_layers:
@@ -491,7 +472,6 @@ class TreeWeaver:
             add=between,
             scaled=None if following is None else (self._scaled, following.weight),
             out_squares=out_squares,
-            policy=kept,
         )
         return out, out_squares, J
 
@@ -533,79 +513,9 @@ class TreeWeaver:
             CB=triton.next_power_of_2(self._children),
             F=places,
             FB=triton.next_power_of_2(places),
-            POLICY="evict_first" if self._resident else "",
             num_warps=tiling.num_warps,
             **self._sizes(),
         )
-
-    def _run_rounds(
-        self, R: int, ids_RDP: Tensor, logits_RDP: Tensor, noise: tuple[Tensor, ...]
-    ) -> None:
-        """All rounds at once."""
-        self.launches += 1
-        adapter = self._adapter
-        config, block = adapter.config, cast(WeaverBlock, adapter.blocks[0])
-        first, second = _mlp(block)
-        norm, rows = _norm(adapter.out_norm), R * self.width
-        drawn_by = noise or (logits_RDP,) * 5
-        tiling = self._persistent
-        if not isinstance(tiling, RoundsTiling):
-            tiling = choose_rounds(config.d_rank, R, self.width, self.pool)
-        places = self._frontier[0].shape[1]
-        J = triton.cdiv(config.d_rank, tiling.outputs)
-        programs, options = 1, {}
-        if not INTERPRETED:
-            properties = torch.cuda.get_device_properties(self._roots.device)
-            programs = properties.multi_processor_count * tiling.programs
-            options = {"launch_cooperative_grid": True}
-        sizes = self._sizes()
-        for name in ("STREAM", "OVERLAP", "launch_pdl"):
-            sizes.pop(name, None)
-        rounds_kernel[(programs,)](
-            *(block.qkv_proj.weight, self._qkv_bias[0], block.norm_attn.eps, block.o_proj.weight),
-            *(block.norm_mlp.weight, block.norm_mlp.eps, first.weight, self._first_bias[0]),
-            *(second.weight, second.bias, self._q, self._kv[0], self._attended, self._x[1]),
-            *(self._scaled, self._squares[1], self._hidden, self._x[0], self._squares[0]),
-            *(norm.weight, norm.bias, self._pool_rows, ids_RDP, logits_RDP, self._scores),
-            *(self._request_ticket, self._barrier, *self._frontier, *self._node_arguments()),
-            *(*drawn_by, *ids_RDP.stride()[:2], *logits_RDP.stride()[:2]),
-            *(*drawn_by[0].stride()[:2], self._stride, config.head_dim**-0.5, norm.eps),
-            *(CONDITIONAL_WEIGHT, OUTSIDE_PENALTY, POLLS),
-            R=R,
-            J=J,
-            JB=triton.next_power_of_2(J),
-            ROUNDS=self.rounds,
-            H=config.num_heads,
-            HD=config.head_dim,
-            HB=triton.next_power_of_2(config.head_dim),
-            LB=triton.next_power_of_2(2 * config.depth + 1),
-            MLP=config.mlp_dim,
-            MB=triton.next_power_of_2(config.mlp_dim),
-            ACTIVATION=ACTIVATIONS[block.activation or "gelu"],
-            BO=tiling.outputs,
-            BN=triton.next_power_of_2(rows),
-            PREFETCH=tiling.prefetch and not INTERPRETED,
-            NOISE=bool(noise),
-            HALVINGS=HALVINGS,
-            P=self.pool,
-            PB=triton.next_power_of_2(self.pool),
-            BP=tiling.candidates,
-            BK=tiling.block_k,
-            C=self._children,
-            CB=triton.next_power_of_2(self._children),
-            F=places,
-            FB=triton.next_power_of_2(places),
-            TB=triton.next_power_of_2(self.budget + 1),
-            KB=triton.next_power_of_2(config.d_rank),
-            num_warps=tiling.num_warps,
-            num_stages=1,
-            **sizes,
-            **options,
-        )
-
-    def stalled(self) -> int:
-        """Launches of `persistent` whose programs did not run at once; waits for the device."""
-        return int(self._barrier[STALLED])
 
     def _linears(self) -> Iterator[tuple[bool, int, int, bool]]:
         """Layers by their inputs and outputs: of the prefix alone or of both; gated or not."""
@@ -666,6 +576,13 @@ class TreeWeaver:
                 f"the noise is {tuple(found.shape)} of {found.dtype} with strides "
                 f"{found.stride()}, not float32 {shape} with unit stride in the last axis"
             )
+
+
+def can_overlap(device: torch.device) -> bool:
+    """Whether a launch may start while the one before it ends."""
+    if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
 
 
 def _norm(norm: object) -> BiasedRMSNorm:
