@@ -59,8 +59,9 @@ def weaver_for(case: Any, budget: int, *, tables: bool = False, **options: Any) 
     )
 
 
-def build(weaver: TreeWeaver, case: Any, roots: Tensor) -> DraftTree:
-    return weaver.build(*(x.to(DEVICE) for x in case.step), roots.to(DEVICE)).to("cpu")
+def build(weaver: TreeWeaver, case: Any, roots: Tensor, nodes: int | None = None) -> DraftTree:
+    step = (x.to(DEVICE) for x in case.step)
+    return weaver.build(*step, roots.to(DEVICE), nodes=nodes).to("cpu")
 
 
 def assert_same(actual: DraftTree, expected: DraftTree, requests: Any = slice(None)) -> None:
@@ -193,6 +194,28 @@ def test_later_builds_owe_nothing_to_earlier_ones(make_case) -> None:
     actual = build(weaver, second, roots + 1)
     expected = expected_tree(second, roots + 1, 5)
     assert_same(actual, expected)
+
+
+@needs_kernel
+@pytest.mark.parametrize("full_pools", [True, False])
+def test_fewer_rounds_give_the_first_nodes_of_the_same_tree(make_case, full_pools: bool) -> None:
+    case = make_case(requests=2, pool=8)
+    roots = torch.tensor([7, 8])
+    weaver = weaver_for(case, 12, tables=True, expansion_width=3, children=4, full_pools=full_pools)
+    whole = build(weaver, case, roots)
+    for nodes in (1, 4, 6, 12):
+        rounds = weaver.rounds_for(nodes)
+        assert rounds <= weaver.rounds and (rounds < weaver.rounds) == (nodes < 10)
+        part = build(weaver, case, roots, nodes)
+        assert weaver.launches == 3 + 6 * rounds
+        part.validate()
+        rows = min(nodes + 1, int(whole.num_nodes.min()))
+        assert int(part.num_nodes.min()) >= rows
+        assert torch.equal(part.tokens[:, :rows], whole.tokens[:, :rows])
+        assert torch.equal(part.parents[:, :rows], whole.parents[:, :rows])
+    assert_same(build(weaver, case, roots), whole)
+    with pytest.raises(ValueError, match="nodes is 13: pass 1 to the budget, 12"):
+        build(weaver, case, roots, 13)
 
 
 @needs_kernel

@@ -117,6 +117,7 @@ class TreeWeaver:
         check_growth(roots, config.depth, self.width, children)
         self._children = min(children, pool)
         self.rounds = most_rounds(budget, config.depth, self.width, children, full_pools)
+        self._full_pools = full_pools
         self._overlap = can_overlap(device) if overlap is None else overlap
         self._tilings, self._score_tilings = tilings, score_tilings
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] | None = (
@@ -216,6 +217,7 @@ class TreeWeaver:
         candidate_logits_RDP: Tensor,
         root_tokens_R: Tensor,
         noise: SharedNoise | None = None,
+        nodes: int | None = None,
     ) -> DraftTree:
         """Build one tree per request.
 
@@ -227,6 +229,8 @@ class TreeWeaver:
           nothing else is read and whose tree has no row |
         | `noise` | [R, D, P] | of the sampler, for the candidates, whose nodes are then ranked by
           their chance to be drawn (`SharedNoise.expanding`); None: by probability |
+        | `nodes` | int | rounds end once every tree has as many nodes below its root, or is
+          complete; None: `budget` |
         | returns | [R, T] | trees in this object's buffers, valid until the next call |
 
         Nothing is read back to the host and nothing allocated. Where graphs are used, the first
@@ -236,6 +240,7 @@ class TreeWeaver:
         """
         requests = root_tokens_R.shape[0]
         self._check(h_ver_Rd, h_draft_RDd, candidate_ids_RDP, candidate_logits_RDP, requests)
+        rounds = self.rounds if nodes is None else self.rounds_for(nodes)
         arrays: tuple[Tensor, ...] = (h_draft_RDd, candidate_ids_RDP, candidate_logits_RDP)
         if noise is not None:
             self._check_noise(noise, requests)
@@ -244,26 +249,33 @@ class TreeWeaver:
             self._h_ver[:requests].copy_(h_ver_Rd)
             self._roots[:requests].copy_(root_tokens_R)
             if self._graphs is None or torch.cuda.is_current_stream_capturing():
-                self._launch(requests, *arrays)
+                self._launch(requests, rounds, *arrays)
             else:
-                self._replay(requests, arrays)
+                self._replay(requests, rounds, arrays)
         tokens, parents, depths, num_nodes, ancestors = (part[:requests] for part in self._tree)
         return DraftTree(tokens, parents, depths, num_nodes, ancestors)
 
-    def _replay(self, requests: int, arrays: tuple[Tensor, ...]) -> None:
+    def rounds_for(self, nodes: int) -> int:
+        """Rounds that give every tree its first `nodes` nodes, 1 to `budget`."""
+        if not 1 <= nodes <= self.budget:
+            raise ValueError(f"nodes is {nodes}: pass 1 to the budget, {self.budget}")
+        depth, full = self._adapter.config.depth, self._full_pools
+        return most_rounds(nodes, depth, self.width, self._children, full)
+
+    def _replay(self, requests: int, rounds: int, arrays: tuple[Tensor, ...]) -> None:
         assert self._graphs is not None
         padded = triton.next_power_of_2(requests) if requests <= 8 else -(-requests // 8) * 8
         padded = min(padded, self.max_requests)
         self._roots[requests:padded].fill_(-1)
-        key = (padded, *((x.data_ptr(), x.dtype, x.stride()) for x in arrays))
+        key = (padded, rounds, *((x.data_ptr(), x.dtype, x.stride()) for x in arrays))
         graph = self._graphs.get(key)
         if graph is None:
             # Once outside a capture, since the first launch of a kernel compiles and loads it.
-            self._launch(padded, *arrays)
+            self._launch(padded, rounds, *arrays)
             graph = torch.cuda.CUDAGraph()
             # Other threads of the process may use the device meanwhile.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._launch(padded, *arrays)
+                self._launch(padded, rounds, *arrays)
             if len(self._graphs) >= MAX_GRAPHS:
                 self._graphs.pop(next(iter(self._graphs)))
             self._graphs[key] = graph
@@ -272,6 +284,7 @@ class TreeWeaver:
     def _launch(
         self,
         R: int,
+        rounds: int,
         h_draft_RDd: Tensor,
         ids_RDP: Tensor,
         logits_RDP: Tensor,
@@ -280,7 +293,7 @@ class TreeWeaver:
         self.launches = 0
         self._start(R, h_draft_RDd)
         self._run_prefix(R)
-        for step in range(self.rounds):
+        for step in range(rounds):
             query, squares = self._run_nodes(R)
             self._score_and_grow(R, step, query, squares, ids_RDP, logits_RDP, noise)
 
