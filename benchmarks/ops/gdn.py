@@ -37,6 +37,7 @@ from vllm_weaver.ops import cuda as kernels
 from vllm_weaver.ops.conv import conv_commit_layers
 from vllm_weaver.ops.conv.triton import tree_conv
 from vllm_weaver.ops.gdn import cuda, gdn_commit, gdn_commit_layers, gdn_gate
+from vllm_weaver.ops.gdn.raw import tree_verify_raw
 from vllm_weaver.ops.gdn.triton import (
     GdnTritonStash,
     Tiling,
@@ -45,7 +46,6 @@ from vllm_weaver.ops.gdn.triton import (
     launch_verify,
     tree_verify,
 )
-from vllm_weaver.ops.gdn.triton_raw import tree_verify_raw
 
 LAYERS, HK, HV, K, V, W = 48, 16, 48, 128, 128, 4
 C = 2 * HK * K + HV * V

@@ -34,8 +34,8 @@ from benchmarks.ops.gdn import HK, HV, LAYERS, Bench, Case, Checks, K, V, Warm
 from vllm_weaver.ops import cuda as kernels
 from vllm_weaver.ops.conv.triton import tree_conv
 from vllm_weaver.ops.gdn import GdnPending, gdn_decode
+from vllm_weaver.ops.gdn.raw import GdnRawStash, tree_verify_raw
 from vllm_weaver.ops.gdn.triton import GdnTritonStash, Tiling, choose_tiling, launch_verify
-from vllm_weaver.ops.gdn.triton_raw import GdnRawStash, tree_verify_raw
 from vllm_weaver.ops.gdn.triton_replay import CommitTiling, commit_layers
 
 NODES = (1, 4, 8, 16)
@@ -47,20 +47,12 @@ COMMITS = [
     CommitTiling(32, 128),
 ]
 """Whole rows, 128 columns, are the arrangement of decode."""
-DELAYED: dict[int, list[tuple[Tiling, bool]]] = {
-    16: [
-        (Tiling(16, 64, 32, 4, 4), True),
-        (Tiling(16, 64, 32, 2, 4), True),
-        (Tiling(16, 64, 32, 2, 4), False),
-        (Tiling(16, 32, 32, 2, 4), True),
-    ],
-    64: [
-        (Tiling(64, 64, 128, 4, 1), True),
-        (Tiling(64, 128, 128, 4, 1), True),
-        (Tiling(64, 128, 128, 4, 1), False),
-    ],
+DELAYED = {
+    16: [Tiling(16, 64, 32, 4, 4), Tiling(16, 64, 32, 2, 4), Tiling(16, 32, 32, 2, 4)],
+    32: [Tiling(32, 32, 32, 2, 4), Tiling(32, 64, 32, 2, 4), Tiling(32, 64, 32, 4, 4)],
+    64: [Tiling(64, 64, 128, 4, 1), Tiling(64, 128, 128, 4, 1)],
 }
-"""Tilings by rows, and whether the committed state stays in registers."""
+"""Tilings by rows."""
 
 
 def paths_of(case: Case, lengths: list[int]) -> tuple[Tensor, Tensor]:
@@ -79,7 +71,6 @@ def delayed(
     stash: GdnTritonStash,
     out: Tensor,
     tiling: Tiling | None,
-    in_registers: bool,
     state: Tensor,
     slots: Tensor,
     pending: GdnPending,
@@ -94,7 +85,6 @@ def delayed(
         out=out,
         tiling=tiling,
         pending=pending,
-        in_registers=in_registers,
     )
 
 
@@ -156,9 +146,8 @@ def check_exact(checks: Checks, tilings: list[CommitTiling]) -> bool:
 def check_delayed(checks: Checks, T: int, windows: int = 8) -> bool:
     """Windows of every variant: states equal eager ones, outputs near the float64 recurrence."""
     good = True
-    for tiling, in_registers in (*DELAYED[T], (None, True)):
-        kind = "default" if tiling is None else tuple(tiling)
-        name = f"delayed T={T} {kind} {'held' if in_registers else 'read again'}"
+    for tiling in (None, *DELAYED[T]):
+        name = f"delayed T={T} {'default' if tiling is None else tuple(tiling)}"
         pools, slots = base.pool_of(2)
         state, eager = pools[0], pools[0].clone()
         stashes = [base.stash_for(2, T) for _ in range(2)]
@@ -172,7 +161,7 @@ def check_delayed(checks: Checks, T: int, windows: int = 8) -> bool:
             if pending is None:
                 base.run_verify(case, state, slots, out=out, stash=stash)
             else:
-                delayed(case, stash, out, tiling, in_registers, state, slots, pending)
+                delayed(case, stash, out, tiling, state, slots, pending)
             same &= torch.equal(state, eager) and bool((out[1, T - 5 :] == 0).all())
             if window in (1, windows - 1):
                 for r in range(2):
@@ -241,16 +230,16 @@ def bench_delayed(
             call = partial(commit_layers, read, path, length, pools, slots, slots)
             commit = timed(f"eager commit of all layers, {n} nodes", [call]) / len(pools)
         best: tuple[float, str] = (float("inf"), "")
-        for tiling, in_registers in DELAYED[T]:
+        for tiling in DELAYED[T]:
             calls = [
                 partial(
                     delayed,
-                    *(case, stash, out, tiling, in_registers, pool, slots),
+                    *(case, stash, out, tiling, pool, slots),
                     GdnPending(before, path, length),
                 )
                 for pool, stash, before in zip(pools, written, read, strict=True)
             ]
-            name = f"{tuple(tiling)} {'held' if in_registers else 'read again'}"
+            name = str(tuple(tiling))
             best = min(best, (timed(f"{name}, {n} nodes", calls), name))
         yield {
             "batch": R,
@@ -279,14 +268,14 @@ def compile_part(task: tuple[str, Any]) -> None:
         stashes = [base.run_verify(case, pool, slots)[1] for pool in pools]
         commit_layers(stashes, *paths_of(case, [2] * R), pools, slots, slots)
     else:
-        T, tiling, in_registers = what
+        T, tiling = what
         case = base.make_case(1, T)
         _, stash = base.run_verify(case, pools[0], slots)
         out = torch.empty(1, T, HV, V, dtype=base.DTYPE, device=base.DEVICE)
         path, length = paths_of(case, [2])
         pending = GdnPending(stash, path, length)
         other = base.stash_for(1, T)
-        delayed(case, other, out, tiling, in_registers, pools[0], slots, pending)
+        delayed(case, other, out, tiling, pools[0], slots, pending)
     torch.cuda.synchronize()
 
 
@@ -308,7 +297,7 @@ def main() -> None:
     exact, late = args.part in (None, "exact"), args.part in (None, "delayed")
     tasks: list[tuple[str, Any]] = []
     if late:
-        tasks += [("delayed", (T, *x)) for T, variants in DELAYED.items() for x in variants]
+        tasks += [("delayed", (T, x)) for T, tilings in DELAYED.items() for x in tilings]
         tasks += [("verify", (R, T)) for T in DELAYED for R in (1, 16) if R in batches]
     if exact:
         tasks += [("exact", tiling) for tiling in COMMITS]
@@ -339,7 +328,7 @@ def main() -> None:
         "versions": {"torch": torch.__version__, "triton": triton.__version__},
         "shapes": {"HK": HK, "HV": HV, "K": K, "V": V, "layers": LAYERS},
         "default_tilings": {
-            f"R={R} T={T}": tuple(choose_tiling(R, T, HV, V, K, base.DTYPE, delayed=True))
+            f"R={R} T={T}": tuple(choose_tiling(R, T, HV, V, K, base.DTYPE))
             for R in batches
             for T in DELAYED
         },

@@ -2,7 +2,7 @@
 """The CUDA backend of tree verification against Transformers' recurrence, path by path, float64.
 
 Every test runs the kernel's source on emulated threads, compiled with g++; with a GPU and the
-library built, also there. The emulator's own checks are tested with kernels that are wrong.
+full library built, also there. The emulator's own checks are tested with kernels that are wrong.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from vllm_weaver.ops import (
     gdn_decode,
     gdn_gate,
 )
-from vllm_weaver.ops.cuda import NotBuilt, build, load
-from vllm_weaver.ops.gdn import cuda, triton_raw
+from vllm_weaver.ops.cuda import Library, NotBuilt, build, load, load_library
+from vllm_weaver.ops.gdn import cuda
+from vllm_weaver.ops.gdn.raw import tree_verify_raw
 from vllm_weaver.ops.gdn.triton import GdnTritonStash
 
 NARROW = {torch.float16: 7e-4, torch.bfloat16: 2.1e-3}
@@ -77,9 +78,11 @@ def machine(request: pytest.FixtureRequest) -> Machine:
     if not torch.cuda.is_available():
         pytest.skip("needs a GPU")
     try:
-        load()
+        kind = load_library().kind
     except NotBuilt as error:
         pytest.skip(str(error))
+    if kind != "full":
+        pytest.skip("needs the full build: python -m vllm_weaver.ops.cuda.build full")
     return Machine("cuda")
 
 
@@ -407,10 +410,10 @@ def test_what_the_kernel_cannot_take_is_refused(
     with pytest.raises(ValueError, match="dense within a slot"):
         replace(machine.moved(small), state=wide).verify(backend="cuda")
 
-    def missing(emulated: bool) -> None:
+    def missing(emulated: bool) -> Library:
         raise NotBuilt("the CUDA kernels are not built: python -m ...")
 
-    monkeypatch.setattr(cuda, "load", missing)
+    monkeypatch.setattr(cuda, "load_library", missing)
     refused("the CUDA kernels are not built: python -m", small)
 
 
@@ -559,7 +562,7 @@ def test_raw_rows_go_through_the_convolution_and_leave_their_gates(
         )
 
     if machine.device == "cpu":
-        monkeypatch.setattr(triton_raw, "tree_conv", convolve)
+        monkeypatch.setattr("vllm_weaver.ops.gdn.raw.tree_conv", convolve)
     case = machine.moved(make_case([oracles.wide(20), oracles.chain(9)], dtype=BF16, heads=(1, 2)))
     R, T, HV = case.g.shape
     gen = torch.Generator().manual_seed(5)
@@ -572,7 +575,7 @@ def test_raw_rows_go_through_the_convolution_and_leave_their_gates(
     a, b = drawn(R, T, HV), drawn(R, T, HV)
     A_log, dt_bias = drawn(HV, dtype=torch.float32), drawn(HV, dtype=torch.float32)
     words = ancestor_words(case.parents, case.num_nodes)
-    out, stash = triton_raw.tree_verify_raw(
+    out, stash = tree_verify_raw(
         *(x, history, taps, a, b, A_log, dt_bias, case.state, case.slots, case.num_nodes, words),
         *(conv_table(case.parents, case.num_nodes, 4), 1),
         backend="cuda",
@@ -594,19 +597,52 @@ def test_raw_rows_go_through_the_convolution_and_leave_their_gates(
 def test_raw_rows_know_two_backends() -> None:
     nothing = torch.empty(0)
     with pytest.raises(ValueError, match="raw rows have backends triton and cuda, not 'numpy'"):
-        triton_raw.tree_verify_raw(*[nothing] * 12, 1, backend="numpy")
+        tree_verify_raw(*[nothing] * 12, 1, backend="numpy")
 
 
 def test_what_the_kernel_cannot_serve_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> None:
+    def missing() -> Library:
         raise NotBuilt("the CUDA kernels are not built: run this")
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(cuda, "load", missing)
+    monkeypatch.setattr(cuda, "load_library", missing)
     assert "head dims (64, 128), got K = 96" in str(cuda.why_not(96, 96, BF16, torch.float32))
     assert "16-bit rows" in str(cuda.why_not(64, 64, torch.float32, torch.float32))
     assert "not built: run this" in str(cuda.why_not(64, 64, BF16, torch.float32))
-    monkeypatch.setattr(cuda, "load", lambda: None)
+    monkeypatch.setattr(cuda, "load_library", lambda: Library(None, "full"))
     assert cuda.why_not(64, 64, BF16, torch.float32) is None
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     assert "capability 9.0, not 8.0" in str(cuda.why_not(64, 64, BF16, torch.float32))
+
+
+def test_a_quick_build_serves_its_own_types_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def only_quick(emulated: bool = False) -> Library:
+        return Library(None, "quick")
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(cuda, "load_library", only_quick)
+    assert cuda.why_not(128, 128, BF16, torch.float32) is None
+    for others in (
+        (64, 64, BF16, torch.float32),
+        (128, 64, BF16, torch.float32),
+        (128, 128, F16, torch.float32),
+        (128, 128, BF16, BF16),
+    ):
+        line = str(cuda.why_not(*others))
+        assert line.endswith("python -m vllm_weaver.ops.cuda.build full") and "\n" not in line
+    case = make_case([oracles.chain(2)], dtype=BF16)
+    with pytest.raises(ValueError, match=r"heads of 128 alone: python -m .*\.build full"):
+        case.verify(backend="cuda")
+
+
+def test_the_full_build_goes_before_a_quick_one(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(build, "library_path", lambda kind: tmp_path / kind)
+    monkeypatch.setattr(torch.ops, "load_library", lambda path: None)
+    find = load_library.__wrapped__
+    with pytest.raises(NotBuilt, match=r"python -m vllm_weaver\.ops\.cuda\.build full"):
+        find()
+    for kind in ("quick", "full"):
+        (tmp_path / kind).touch()
+        assert find().kind == kind

@@ -559,16 +559,17 @@ def test_scale_and_norm_options_reach_the_equations() -> None:
 
 
 @needs_kernel
+@pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_raw_rows_give_the_outputs_and_the_commits_bits_of_rows_convolved_before(
-    dtype: torch.dtype,
+    dtype: torch.dtype, dim: int
 ) -> None:
-    from vllm_weaver.ops.gdn.triton_raw import tree_verify_raw
+    from vllm_weaver.ops.gdn.raw import tree_verify_raw
 
-    case = make_case([oracles.wide(20), oracles.chain(9)], dtype=dtype)
+    case = make_case([oracles.wide(20), oracles.chain(9)], dtype=dtype, dim=dim)
     a, b, weights = raw_gates(case)
     gen = torch.Generator().manual_seed(5)
-    R, T, C = 2, 20, 64 + 64 + 128
+    R, T, C = 2, 20, 4 * dim
     x = torch.randn(R, T, C, generator=gen).to(dtype).to(DEVICE)
     history = torch.randn(6, 3, C, generator=gen).to(dtype).to(DEVICE)
     taps = torch.randn(C, 4, generator=gen).to(dtype).to(DEVICE)
@@ -582,7 +583,7 @@ def test_raw_rows_give_the_outputs_and_the_commits_bits_of_rows_convolved_before
     y, conv = causal_conv1d_tree(
         *(x, history, case.slots, taps, case.parents, case.num_nodes), bias=bias, backend="triton"
     )
-    q, k, v = (part.unflatten(-1, (-1, 64)) for part in y.split([64, 64, 128], -1))
+    q, k, v = (part.unflatten(-1, (-1, dim)) for part in y.split([dim, dim, 2 * dim], -1))
     rows = replace(case, q=q, k=k, v=v, g=a, beta=b)
     out, stash = rows.verify(**weights, ancestors=words, backend="triton")
     out_raw, raw = tree_verify_raw(

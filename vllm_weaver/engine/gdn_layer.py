@@ -32,8 +32,8 @@ from vllm_weaver.ops import (
     gdn_tree_verify,
 )
 from vllm_weaver.ops.gdn import cuda
-from vllm_weaver.ops.gdn.triton_raw import GdnRawStash
-from vllm_weaver.ops.gdn.triton_raw import tree_verify_raw as gdn_tree_verify_raw
+from vllm_weaver.ops.gdn.raw import GdnRawStash
+from vllm_weaver.ops.gdn.raw import tree_verify_raw as gdn_tree_verify_raw
 
 logger = compat.init_logger(__name__)
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vllm_weaver.ops.cuda import NotBuilt, load
+from vllm_weaver.ops.cuda import NotBuilt, load_library
 from vllm_weaver.ops.dispatch import refuse
 from vllm_weaver.ops.gdn.reference import GdnPending
 from vllm_weaver.ops.gdn.triton import GdnTritonStash, empty_stash, rows_aligned
@@ -26,6 +26,10 @@ GATE_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 CAPABILITY = (9, 0)
 MAX_ROWS = 256
 OP = "gdn_tree_verify"
+NEEDS_FULL = (
+    "the CUDA kernels are built for bfloat16 rows, float32 states and heads of 128 alone: "
+    "python -m vllm_weaver.ops.cuda.build full"
+)
 NO_PENDING = 'the cuda backend commits no pending path: gdn_commit first, or use "triton"'
 
 
@@ -132,15 +136,17 @@ def launch_verify(
             or the kernel is not built.
     """
     q, k, v, g, beta = rows
-    R, T = k.shape[:2]
+    R, T, _, K = k.shape
     HV, V = v.shape[2:]
     check_supported(q, k, v, g, beta, state, qk_l2norm)
     if T > MAX_ROWS:
         refuse(OP, f"the cuda backend takes at most {MAX_ROWS} rows, got {T}")
     try:
-        ops = load(emulated=v.device.type == "cpu")
+        library = load_library(emulated=v.device.type == "cpu")
     except NotBuilt as error:
         refuse(OP, str(error))
+    if library.kind == "quick" and not quick_serves(K, V, v.dtype, state.dtype):
+        refuse(OP, NEEDS_FULL)
     if out is None:
         out = torch.empty((R, T, HV, V), dtype=v.dtype, device=v.device)
     if out.numel() == 0:
@@ -151,7 +157,7 @@ def launch_verify(
     if ancestors_RTW.stride(-1) != 1:
         ancestors_RTW = ancestors_RTW.contiguous()
     form = choose_form(T) if form is None else form
-    ops.gdn_tree_verify(
+    library.ops.gdn_tree_verify(
         *(q, k, v, g, beta),
         g if A_log is None else A_log,
         g if dt_bias is None else dt_bias,
@@ -186,10 +192,17 @@ def why_not(K: int, V: int, rows: torch.dtype, state: torch.dtype) -> str | None
     if capability != CAPABILITY:
         return f"it is compiled for compute capability 9.0, not {capability[0]}.{capability[1]}"
     try:
-        load()
+        kind = load_library().kind
     except NotBuilt as error:
         return str(error)
+    if kind == "quick" and not quick_serves(K, V, rows, state):
+        return NEEDS_FULL
     return None
+
+
+def quick_serves(K: int, V: int, rows: torch.dtype, state: torch.dtype) -> bool:
+    """Whether a library of kind "quick" has the kernel for these head dims and dtypes."""
+    return K == V == 128 and rows == torch.bfloat16 and state == torch.float32
 
 
 def check_supported(

@@ -284,40 +284,14 @@ def tree_verify_kernel(
                 s, s_low = halves(s, dtype)
         else:
             squares = tl.zeros((BT, BK), tl.float32)
-            if HELD:
-                for j in tl.static_range(J):
-                    at = j * BK + dim
-                    k_i = tl.load(
-                        k + row[:, None] * k_stride_t + at, mask=alive[:, None], other=0.0
-                    )
-                    q_i = tl.load(
-                        q + row[:, None] * q_stride_t + at, mask=alive[:, None], other=0.0
-                    )
-                    keys, queries, squares, recalled, o = project(
-                        k_i,
-                        q_i,
-                        tiles[j],
-                        keys,
-                        queries,
-                        squares,
-                        recalled,
-                        o,
-                        PRECISE,
-                        WIDEN,
-                    )
-            else:
-                for start in range(0, K, BK):
-                    at = start + dim
-                    k_i = tl.load(
-                        k + row[:, None] * k_stride_t + at, mask=alive[:, None], other=0.0
-                    )
-                    q_i = tl.load(
-                        q + row[:, None] * q_stride_t + at, mask=alive[:, None], other=0.0
-                    )
-                    s = tl.load(state + at).to(tl.float32)
-                    keys, queries, squares, recalled, o = project(
-                        k_i, q_i, s, keys, queries, squares, recalled, o, PRECISE, WIDEN
-                    )
+            for start in range(0, K, BK):
+                at = start + dim
+                k_i = tl.load(k + row[:, None] * k_stride_t + at, mask=alive[:, None], other=0.0)
+                q_i = tl.load(q + row[:, None] * q_stride_t + at, mask=alive[:, None], other=0.0)
+                s = tl.load(state + at).to(tl.float32)
+                keys, queries, squares, recalled, o = project(
+                    k_i, q_i, s, keys, queries, squares, recalled, o, PRECISE, WIDEN
+                )
         k_unit = tl.full((BT,), 1.0, tl.float32)
         if L2NORM:
             k_unit = tl.rsqrt(tl.sum(tl.where(diagonal, keys, 0.0), 1) + 1e-6)
@@ -462,14 +436,12 @@ def choose_tiling(
     K: int,
     dtype: torch.dtype,
     capability: int = 9,
-    delayed: bool = False,
 ) -> Tiling:
     """Launch shape for R requests of T rows: on a Hopper GPU the fastest of `docs/kernels.md`.
 
     Few requests leave multiprocessors idle, and want more and shorter programs. `capability` is
     the device's major one; before Hopper a matrix product keeps its operands in registers, which a
-    whole key dimension would overflow. `delayed`: with a commit in it, for which a program holds
-    its rows of the state in registers.
+    whole key dimension would overflow. With a delayed commit it is the same.
     """
     block_t = min(64, max(16, triton.next_power_of_2(T)))
     if INTERPRETED:
@@ -479,10 +451,9 @@ def choose_tiling(
         return Tiling(block_t, 16, 32, 4, 2)
     heads = R * HV
     if block_t == 16:
-        return Tiling(16, 64, 32, 4 if heads <= 256 or delayed else 2, 4)
+        return Tiling(16, 64, 32, 4 if heads <= 256 else 2, 4)
     if block_t == 32:
-        block_v = 32 if heads <= 96 else 64
-        return Tiling(32, block_v, 32, 4 if delayed and block_v == 64 else 2, 4)
+        return Tiling(32, 32 if heads <= 96 else 64, 32, 2, 4)
     if capability < 9:
         return Tiling(64, 64, 32, 4, 2)
     # A wider block of a longer tree does not fit into shared memory twice.
@@ -566,12 +537,8 @@ def launch_verify(
     out: Tensor | None,
     tiling: Tiling | None,
     pending: GdnPending | None = None,
-    in_registers: bool = True,
 ) -> Tensor:
     """Launch the kernel into the stash buffers given: k and v (or neither), and the gates.
-
-    Args:
-        in_registers: False reads a state that was just committed from memory again.
 
     Raises:
         ValueError: head dim, number of rows, dtype, stride or device that the kernel does not take.
@@ -600,7 +567,7 @@ def launch_verify(
     if tiling is None:
         capability = 9 if INTERPRETED else torch.cuda.get_device_capability(q.device)[0]
         dtype = torch.float32 if precise else q.dtype
-        tiling = choose_tiling(R, T, HV, V, K, dtype, capability, pending is not None)
+        tiling = choose_tiling(R, T, HV, V, K, dtype, capability)
     if pending is not None:
         check_pending(op, pending, k, v, (*(stash_rows or ()), *stash_gates))
     arguments_of_pending, pending_norm, moved = arguments(pending, g)
@@ -652,7 +619,7 @@ def launch_verify(
         PENDING_BK=pending_columns,
         PENDING_L2NORM=pending_norm,
         MOVED=moved,
-        HELD=pending is not None and hold and in_registers,
+        HELD=pending is not None and hold,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
         **({} if tiling.max_registers is None else {"maxnreg": tiling.max_registers}),

@@ -8,8 +8,15 @@ once, applies the earlier step's path with `recurrence.advance`, node by node in
 exact commit, and writes them once; no other program reads or writes them, whatever the tiling. The
 state has the bits of `triton_replay.commit_layers`, and so of a decode per node.
 
-The rows then go into the verification's products from registers (HELD), or are read again, which
-the L2 cache serves.
+Where the verification takes all of K at once, the rows then go into its products from registers
+(HELD). Where it takes K in tiles, they are read again, which the L2 cache serves: registers are
+what it lacks there, and holding the rows was slower.
+
+On an H200 it saves up to a fifth of the eager commit's time at batch 16 and one node, and next to
+nothing for longer paths; with 64 rows from 4 nodes on, and at batch 1, eager commit and
+verification are faster ("Delayed commit" in `docs/kernels.md`). The nodes of a path are a chain,
+and with up to 255 registers a thread too few programs fit a multiprocessor to hide it behind
+reading.
 
 The module knows nothing of vLLM.
 """
@@ -158,9 +165,9 @@ def arguments(pending: GdnPending | None, unused: Tensor) -> tuple[tuple[Any, ..
 
 
 def held(K: int, block_k: int, dtype: Any) -> tuple[int, bool]:
-    """Columns of a tile of the commit, and whether the products can take the tiles as they are."""
+    """Columns of a tile of the commit, and whether the products take the tiles from registers."""
     columns = columns_of_tile(K, dtype)
-    return columns, columns < K and block_k in (columns, K)
+    return columns, columns < K and block_k == K
 
 
 def check_pending(

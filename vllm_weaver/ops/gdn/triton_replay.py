@@ -30,6 +30,7 @@ from torch import Tensor
 from vllm_weaver.ops.addresses import address_table
 from vllm_weaver.ops.conv.triton import activate
 from vllm_weaver.ops.dispatch import refuse
+from vllm_weaver.ops.gdn.raw import GdnRawStash
 from vllm_weaver.ops.gdn.recurrence import (
     INTERPRETED,
     advance,
@@ -42,7 +43,6 @@ from vllm_weaver.ops.gdn.recurrence import (
     unit,
 )
 from vllm_weaver.ops.gdn.triton import GdnTritonStash, check_supported, rows_aligned
-from vllm_weaver.ops.gdn.triton_raw import GdnRawStash
 from vllm_weaver.ops.gdn.triton_tiles import gates
 
 BLOCK_V = 32
@@ -60,6 +60,17 @@ class CommitTiling(NamedTuple):
 
     block_v: int
     block_k: int
+
+
+def choose_commit_tiling(raw: bool, V: int, K: int, dtype: torch.dtype) -> CommitTiling:
+    """The exact commit's tiling, from rows or from raw rows, for states of that dtype.
+
+    The fastest of `docs/kernels.md`. Raw rows leave fewer registers for the state's products.
+    """
+    columns = columns_of_tile(K, dtype)
+    # The interpreter pays per program.
+    block_v = V if INTERPRETED else COMMIT_BLOCK_V
+    return CommitTiling(block_v, min(2 * columns, K) if raw else columns)
 
 
 @triton.jit
@@ -548,9 +559,7 @@ def commit_layers(
     if len(layers) > 1:
         addresses = address_table(op, [tensor for tensors in layers for tensor in tensors])
     if tiling is None:
-        # The interpreter pays per program.
-        block_v = V if INTERPRETED else COMMIT_BLOCK_V
-        tiling = CommitTiling(block_v, columns_of_tile(K, state.dtype))
+        tiling = choose_commit_tiling(raw, V, K, state.dtype)
     commit_kernel[(V // tiling.block_v * HV, R, len(layers))](
         *layers[0],
         addresses,

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Gated DeltaNet verification from the raw rows before the convolution, on a GPU.
 
-The convolution and the verification in two launches, with the least stash: the raw rows, which the
-convolution's commit needs anyway, and the gates. The exact commit makes k and v again from them.
+The convolution in Triton and the verification in Triton or CUDA, two launches, with the least
+stash: the raw rows, which the convolution's commit needs anyway, and the gates. The exact commit
+makes k and v again from them.
 
 A delayed commit has no use for the raw rows: the convolution's state is committed before this
 step's convolution reads it, which takes away the history of the earlier step's rows. What it reads
