@@ -29,9 +29,7 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -41,11 +39,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from benchmarks.ops.attention_arms import others
 from benchmarks.ops.gdn import Checks, time_calls
+from benchmarks.ops.machine import machine
 from vllm_weaver.ops import ancestor_words
 from vllm_weaver.ops.attention.flash import FlashPrefix
 from vllm_weaver.ops.attention.reference import (
@@ -488,25 +486,6 @@ def tune(bench: Bench, checks: Checks, case: Case, prefix: FlashPrefix | None, f
         bench.time(case, f"fa3 + tail, fa3 in {splits} splits", partial(in_parts, split))
 
 
-def system() -> dict[str, Any]:
-    def output(*command: str) -> str:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    query = "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm"
-    return {
-        "command": " ".join(sys.argv),
-        "commit": output("git", "rev-parse", "HEAD") or None,
-        "device": torch.cuda.get_device_name(),
-        "driver_and_clocks": output("nvidia-smi", query, "--format=csv,noheader"),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
-        },
-    }
-
-
 def interpret() -> None:
     """The checks of our kernels at toy sizes."""
     checks = Checks()
@@ -567,7 +546,7 @@ def main() -> None:
 
     def save() -> None:
         report = {
-            **system(),
+            **machine(),
             "shapes": vars(FULL) | {"dtype": "torch.bfloat16"},
             "aim_of_fa3_causal": AIM,
             "not_timed": missing,

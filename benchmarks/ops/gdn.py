@@ -17,9 +17,7 @@ import argparse
 import importlib.util
 import json
 import multiprocessing
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -29,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from benchmarks.ops.machine import machine
 from vllm_weaver.ops import ancestor_words, causal_conv1d_tree, conv_table, gdn_decode
 from vllm_weaver.ops import cuda as kernels
 from vllm_weaver.ops.conv import conv_commit_layers
@@ -822,29 +820,8 @@ def main() -> None:
                 bench_commit(bench, R, pools, slots)
         del pools
         torch.cuda.empty_cache()
-    revision = subprocess.run(
-        ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    )
     report = {
-        "command": " ".join(sys.argv),
-        "commit": revision.stdout.strip() if revision.returncode == 0 else None,
-        "device": torch.cuda.get_device_name(),
-        "driver_and_clocks": subprocess.run(
-            [
-                "nvidia-smi",
-                "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm",
-                "--format=csv,noheader",
-            ],
-            capture_output=True,
-            text=True,
-            check=False,
-        ).stdout.strip(),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
-        },
+        **machine(),
         "shapes": {"HK": HK, "HV": HV, "K": K, "V": V, "layers": LAYERS, "dtype": str(DTYPE)},
         "checks": checks.results,
         "failed": checks.failed,

@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from benchmarks.ops import gdn as base
 from benchmarks.ops.gdn import HK, HV, LAYERS, Bench, Case, Checks, K, V, Warm
+from benchmarks.ops.machine import machine
 from vllm_weaver.ops import cuda as kernels
 from vllm_weaver.ops.conv.triton import tree_conv
 from vllm_weaver.ops.gdn import GdnPending, gdn_decode
@@ -324,8 +324,7 @@ def main() -> None:
         del pools
         torch.cuda.empty_cache()
     report = {
-        "device": torch.cuda.get_device_name(),
-        "versions": {"torch": torch.__version__, "triton": triton.__version__},
+        **machine(),
         "shapes": {"HK": HK, "HV": HV, "K": K, "V": V, "layers": LAYERS},
         "default_tilings": {
             f"R={R} T={T}": tuple(choose_tiling(R, T, HV, V, K, base.DTYPE))

@@ -19,6 +19,7 @@ import torch
 import triton
 from torch import Tensor
 
+from benchmarks.ops.machine import machine
 from vllm_weaver.ops import keyed_gumbel
 from vllm_weaver.tree import Sampling, SharedNoise, drawn_log_probs
 
@@ -85,9 +86,7 @@ def main() -> None:
         print(json.dumps(row), flush=True)
     if arguments.out is not None:
         record = {
-            "command": "python -m benchmarks.ops.noise",
-            "device": torch.cuda.get_device_name(),
-            "versions": {"torch": torch.__version__, "triton": triton.__version__},
+            **machine(),
             "microseconds": results,
         }
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")

@@ -18,9 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -30,10 +28,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 from benchmarks.ops.gdn import Checks, time_calls
+from benchmarks.ops.machine import machine
 from vllm_weaver.ops import (
     StepTensors,
     StoredTrees,
@@ -337,24 +335,7 @@ def main() -> None:
         run_times(times, args.quick)
         results = times.results
     report = {
-        "command": " ".join(sys.argv),
-        "commit": output_of(["git", "rev-parse", "HEAD"]),
-        "device": "interpreter" if INTERPRET else torch.cuda.get_device_name(),
-        "driver_and_clocks": None
-        if INTERPRET
-        else output_of(
-            [
-                "nvidia-smi",
-                "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm",
-                "--format=csv,noheader",
-            ]
-        ),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
-        },
+        **machine(),
         "shapes": vars(TOY if INTERPRET else FULL) | {"depth": DEPTH, "dtype": "torch.bfloat16"},
         "checks": checks.results,
         "failed": checks.failed,
@@ -368,15 +349,6 @@ def main() -> None:
     if checks.failed:
         raise SystemExit(f"no times, since these checks failed: {', '.join(checks.failed)}")
     print(f"{report['seconds']:.0f} s in all")
-
-
-def output_of(command: list[str]) -> str | None:
-    """What a command prints, or None where it is not there or fails."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -23,9 +23,7 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -34,9 +32,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
+from benchmarks.ops.machine import machine
 from vllm_weaver.adapter import AdapterTables, WeaverAdapter, WeaverConfig
 from vllm_weaver.adapter.tiling import Tiling, choose_tiling, linear_scratch
 from vllm_weaver.adapter.triton import INTERPRETED, launch_linear
@@ -490,25 +488,6 @@ def compile_part(task: tuple[str, int, int, list[Form]]) -> None:
     torch.cuda.synchronize()
 
 
-def system() -> dict[str, Any]:
-    def output(*command: str) -> str:
-        return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-
-    query = "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm"
-    return {
-        "command": " ".join(sys.argv),
-        "commit": output("git", "rev-parse", "HEAD") or None,
-        "device": torch.cuda.get_device_name(),
-        "driver_and_clocks": output("nvidia-smi", query, "--format=csv,noheader"),
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-            "cuda": torch.version.cuda,
-        },
-    }
-
-
 def interpret() -> None:
     """The checks at toy sizes, in Triton's interpreter."""
     checks = Checks()
@@ -525,7 +504,7 @@ def write_report(path: str, started: float, checks: Checks, bench: Bench, **rest
     if checks.failed:
         raise SystemExit(f"no figures, since checks failed: {', '.join(checks.failed)}")
     report = {
-        **system(),
+        **machine(),
         "shapes": vars(FULL),
         "seconds": round(time.perf_counter() - started),
         "checks": checks.results,

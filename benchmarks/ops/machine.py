@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a benchmark of kernels ran with: the head of every report."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from typing import Any
+
+import torch
+import triton
+
+
+def machine() -> dict[str, Any]:
+    """Command, commit, GPU with driver and clocks (None without one), and versions."""
+    gpu = torch.cuda.is_available()
+    query = "--query-gpu=driver_version,clocks.sm,clocks.mem,clocks.max.sm"
+    return {
+        "command": " ".join(sys.argv),
+        "commit": output_of("git", "rev-parse", "HEAD"),
+        "device": torch.cuda.get_device_name() if gpu else "interpreter",
+        "driver_and_clocks": output_of("nvidia-smi", query, "--format=csv,noheader")
+        if gpu
+        else None,
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "triton": triton.__version__,
+            "cuda": torch.version.cuda,
+        },
+    }
+
+
+def output_of(*command: str) -> str | None:
+    """What a command prints, or None where it is not there or fails."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return done.stdout.strip()
