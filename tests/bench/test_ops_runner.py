@@ -1,0 +1,75 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The runner of the kernels' checks and benchmarks, and the module that launches each kernel."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from benchmarks.ops import __main__ as runner
+
+
+def test_parts_end_as_they_end_and_the_rest_still_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def python(code: str) -> tuple[str, ...]:
+        return (sys.executable, "-c", code)
+
+    parts = {
+        "good": runner.Part(
+            python("open(r'{out}', 'w').write('7'); print('a'); print('b')"), 30, 1
+        ),
+        "bad": runner.Part(python("raise SystemExit(3)"), 30),
+        "slow": runner.Part(python("import time; print('here', flush=True); time.sleep(60)"), 2),
+        "absent": runner.Part(("no-such-tool-at-all",), 30),
+    }
+    monkeypatch.setattr(runner, "PARTS", parts)
+    summary = runner.run_all(list(parts), tmp_path, 1.0)
+    status = {name: ended["status"] for name, ended in summary["parts"].items()}
+    assert status["good"] == 0 and status["bad"] == 3 and status["slow"] == "out of time"
+    assert "no-such-tool" in status["absent"]
+    assert (tmp_path / "good.json").read_text() == "7"
+    assert json.loads((tmp_path / "summary.json").read_text())["parts"] == summary["parts"]
+    with tarfile.open(tmp_path / "logs.tgz") as archive:
+        assert {f"logs/{name}.log" for name in parts} <= set(archive.getnames())
+    printed = capsys.readouterr().out
+    assert "== good: 0" in printed and "\nb\n" in printed and "\na\n" not in printed
+    assert "here" in printed
+
+
+def test_nothing_starts_when_the_time_is_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "PARTS", {"one": runner.Part((sys.executable, "-c", ""), 30)})
+    summary = runner.run_all(["one"], tmp_path, 0.01)
+    assert summary["parts"] == {"one": {"status": "no time left"}}
+
+
+def test_every_part_names_what_is_there() -> None:
+    root = Path(runner.__file__).parents[2]
+    for part in runner.PARTS.values():
+        modules = [b for a, b in zip(part.command, part.command[1:], strict=False) if a == "-m"]
+        assert all(
+            (root / name.replace(".", "/")).with_suffix(".py").exists()
+            for name in modules
+            if name != "pytest"
+        )
+    assert all((root / file).exists() for file in runner.TESTS)
+
+
+def test_each_kernel_launches_once_in_the_interpreter() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks.ops.once", "--small", "--parts", "attention,step,weave"],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        cwd=Path(runner.__file__).parents[2],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{x}: launched" for x in ("attention", "step", "weave")]
