@@ -114,10 +114,16 @@ class WeaverOptions:
         return self.shared_noise is not False
 
     def _check_values(self) -> None:
-        if self.proposal not in PROPOSALS:
-            raise WeaverConfigError(
-                f"weaver: proposal is {self.proposal!r}; choose one of {', '.join(PROPOSALS)}"
-            )
+        choices = {
+            "proposal": PROPOSALS,
+            "gdn_kernel": GDN_KERNELS,
+            "attention_kernel": ATTENTION_KERNELS,
+        }
+        for name, known in choices.items():
+            if getattr(self, name) not in known:
+                raise WeaverConfigError(
+                    f"weaver: {name} is {getattr(self, name)!r}; choose one of {', '.join(known)}"
+                )
         if self.adapter is not None and not isinstance(self.adapter, str):
             raise WeaverConfigError(f"weaver: adapter is {self.adapter!r}; pass a path")
         if self.proposal == "weaver" and not self.adapter:
@@ -133,15 +139,6 @@ class WeaverOptions:
         if not isinstance(self.shared_noise, bool) and self.shared_noise != "auto":
             raise WeaverConfigError(
                 f"weaver: shared_noise is {self.shared_noise!r}; pass true, false or 'auto'"
-            )
-        if self.gdn_kernel not in GDN_KERNELS:
-            raise WeaverConfigError(
-                f"weaver: gdn_kernel is {self.gdn_kernel!r}; choose one of {', '.join(GDN_KERNELS)}"
-            )
-        if self.attention_kernel not in ATTENTION_KERNELS:
-            raise WeaverConfigError(
-                f"weaver: attention_kernel is {self.attention_kernel!r}; choose one of "
-                f"{', '.join(ATTENTION_KERNELS)}"
             )
         ranges = {
             "budget": (MIN_BUDGET, MAX_BUDGET),
