@@ -18,7 +18,7 @@ import typer
 from .arms import ArmError, Models, parse_arms
 from .cells import CostModel, order_cells
 from .client import EngineError
-from .measure import Bench, Results, Run, write_json
+from .measure import Bench, Grouping, Results, Run, write_json
 from .memory import CacheShape, Room, drafter_bytes, weight_bytes
 from .prompts import PromptError, cut_prompts, held_out_texts, load_tokenizer, texts_of
 from .report import content, lossless, markdown
@@ -88,9 +88,12 @@ def bench(
     rounds: Annotated[int, typer.Option(help="turns of each engine in a cell")] = 4,
     discard: Annotated[int, typer.Option(help="steps not counted at the start of a turn")] = 3,
     minutes: Annotated[float, typer.Option(help="time for everything")] = 9.0,
-    together: Annotated[
-        bool, typer.Option("--together/--alone", help="two engines in turns, or one at a time")
-    ] = True,
+    grouping: Annotated[
+        Grouping, typer.Option(help="engines that take turns: all, AR and one other, or none")
+    ] = Grouping.ALL,
+    after: Annotated[
+        int | None, typer.Option(help="measure only once this process has ended")
+    ] = None,
     small: Annotated[Path, typer.Option(help="trained small trio to expand")] = PACKAGED / "models",
     shape: Annotated[str, typer.Option(help="expand to it; 'none' runs --small as it is")] = SHAPE,
     layers: Annotated[int | None, typer.Option(help="other number of target layers")] = None,
@@ -163,6 +166,8 @@ def bench(
             "VLLM_CACHE_ROOT": str(root / "vllm"),
             "TRITON_CACHE_DIR": str(root / "triton"),
             "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
+            # What Triton's autotuner chose, too.
+            "TRITON_CACHE_AUTOTUNING": "1",
         }
     run = Run(
         arms=chosen,
@@ -182,7 +187,8 @@ def bench(
         rounds=rounds,
         discard=discard,
         minutes=minutes,
-        together=together,
+        grouping=grouping,
+        after=after,
         warm=device != "cpu",
         complete=complete,
         seed=seed,

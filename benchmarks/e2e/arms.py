@@ -192,6 +192,24 @@ def engine_options(
     return {**options, **extra}
 
 
+def shared_options(options: Mapping[str, Any], sockets: str, share: float) -> dict[str, Any]:
+    """`options` for an engine whose target's weights another process holds.
+
+    vLLM's own means (`vllm preload`, `load_format="ipc_cache"`); drafters are not held so.
+
+    Args:
+        options: of :func:`engine_options`.
+        sockets: directory of the other process's socket.
+        share: of the device's memory; with the weights, which vLLM takes off.
+    """
+    shared = {**options, "gpu_memory_utilization": share, "load_format": "ipc_cache"}
+    shared["model_loader_extra_config"] = {"socket_dir": sockets, "fallback": False}
+    if "speculative_config" in options:
+        draft = {"load_format": options.get("load_format", "auto")}
+        shared["speculative_config"] = options["speculative_config"] | {"draft_load_config": draft}
+    return shared
+
+
 def describe(arm: Arm) -> dict[str, Any]:
     """As JSON takes it."""
     return {"arm": arm.name, "label": arm.label, **asdict(arm)}

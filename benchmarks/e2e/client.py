@@ -14,7 +14,15 @@ from typing import Any
 
 
 class EngineError(Exception):
-    """An engine failed, died or took too long: one line, with the log's path."""
+    """An engine failed, died or took too long: one line, with the log's path.
+
+    Attributes:
+        engine: its name, where the error is one engine's.
+    """
+
+    def __init__(self, text: str, engine: str = ""):
+        super().__init__(text)
+        self.engine = engine
 
 
 class EngineProcess:
@@ -55,7 +63,7 @@ class EngineProcess:
             self._process.stdin.flush()
         except OSError as error:
             raise EngineError(
-                f"{self.name}: the engine's process is gone (log: {self.log})"
+                f"{self.name}: the engine's process is gone (log: {self.log})", self.name
             ) from error
 
     def receive(self, command: str, timeout: float) -> dict[str, Any]:
@@ -67,7 +75,9 @@ class EngineProcess:
         line = self._line(command, timeout)
         answer = json.loads(line)
         if "error" in answer:
-            raise EngineError(f"{self.name}: {command}: {answer['error']} (log: {self.log})")
+            raise EngineError(
+                f"{self.name}: {command}: {answer['error']} (log: {self.log})", self.name
+            )
         return answer["answer"]
 
     def _line(self, command: str, timeout: float) -> bytes:
@@ -80,13 +90,14 @@ class EngineProcess:
                 left = end - time.monotonic()
                 if left <= 0:
                     raise EngineError(
-                        f"{self.name}: {command} took more than {timeout:.0f} s (log: {self.log})"
+                        f"{self.name}: {command} took more than {timeout:.0f} s (log: {self.log})",
+                        self.name,
                     )
                 if selector.select(left):
                     part = os.read(descriptor, 1 << 20)
                     if not part:
                         raise EngineError(
-                            f"{self.name}: the engine's process ended (log: {self.log})"
+                            f"{self.name}: the engine's process ended (log: {self.log})", self.name
                         )
                     self._buffer += part
         line, _, self._buffer = self._buffer.partition(b"\n")

@@ -143,6 +143,21 @@ class Server:
         self.count = 0
         self.ranges: list[str] = []
 
+    def hold(self, options: dict[str, Any], sockets: str) -> Answer:
+        """Load the target's weights and hand them to engines, for as long as this process runs."""
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.model_executor.model_loader.weight_cache.daemon import WeightCacheDaemon
+
+        import benchmarks.expand.loader  # noqa: F401
+
+        begin = time.perf_counter()
+        config = EngineArgs(**options).create_engine_config()
+        meeting = f"file://{sockets}/ranks"
+        daemon = WeightCacheDaemon(config, 0, 0, meeting, sockets)
+        daemon.load_model()
+        threading.Thread(target=daemon.serve_forever, daemon=True).start()
+        return {"seconds": time.perf_counter() - begin}
+
     def start(self, options: dict[str, Any], plain_cpu: bool) -> Answer:
         """Start the engine. `plain_cpu`: with the float32 core that vLLM lacks on a CPU."""
         begin = time.perf_counter()
@@ -167,6 +182,8 @@ class Server:
 
     def begin(self, prompts: list[list[int]], tokens: int, temperature: float, seed: int) -> Answer:
         """Add the requests and run their prompts."""
+        if self.decoding is not None:
+            self.finish(complete=False)
         self.count += 1
         self.decoding = Decoding(
             self.llm.llm_engine, prompts, tokens, temperature, seed, str(self.count)

@@ -49,10 +49,14 @@ class BenchmarkExtension:
                 if isinstance(module, torch.nn.Module):
                     modules.append(module)
         seen: dict[int, int] = {}
+        # Those of another process are none of this allocator's.
+        shared = self.vllm_config.load_config.load_format == "ipc_cache"
+        theirs = {t.untyped_storage().data_ptr() for t in modules[0].parameters() if shared}
         for module in modules:
             for tensor in (*module.parameters(), *module.buffers()):
                 storage = tensor.untyped_storage()
-                seen[storage.data_ptr()] = storage.nbytes()
+                if storage.data_ptr() not in theirs:
+                    seen[storage.data_ptr()] = storage.nbytes()
         config = runner.kv_cache_config
         states = caches = 0
         for group in config.kv_cache_groups:

@@ -1,26 +1,44 @@
 # SPDX-License-Identifier: Apache-2.0
 """Runs the arms: who is on the device when, how arms take turns, what a cell's result is.
 
-*Together*: AR's engine and one arm's stand on the device at once and decode in turns, a round each,
-so every ratio to AR comes from interleaved rounds. *Alone*: one engine at a time, for working
-points whose caches leave no room for two; the ratio then compares two stretches of one run.
+*All*: every arm's engine stands on the device at once, over one copy of the target's weights, and
+decodes in turns, a round each. *Pairs*: AR's engine and one arm's do so, each with weights of its
+own. Either way a ratio to AR comes from interleaved rounds. *Alone*: one engine at a time, for
+working points whose caches leave no room for more; the ratio then compares stretches of one run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from .arms import Arm, Models, Sizes, describe, engine_options
+from .arms import Arm, Models, Sizes, describe, engine_options, shared_options
 from .cells import Cell, CostModel
 from .client import EngineError, EngineProcess
 from .compare import Doubts, compare
-from .memory import CacheShape, Room
+from .memory import LEAST_CACHE, CacheShape, Room
 from .statistics import accepted_length, ratio_interval, throughput
+
+# What an engine over shared weights must find free at its start: nothing that it relies on.
+_OWN_BYTES = 3 << 30
+#: Name of the process that holds the weights for all engines.
+WEIGHTS = "weights"
+
+
+class Grouping(StrEnum):
+    """Which engines stand on the device at once: see the module."""
+
+    ALL = "all"
+    PAIRS = "pairs"
+    ALONE = "alone"
 
 
 @dataclass(frozen=True)
@@ -34,7 +52,8 @@ class Run:
         rounds: turns that each engine takes in a cell.
         discard: steps at the start of a turn that are not counted.
         minutes: time for everything.
-        together: see the module.
+        grouping: see the module.
+        after: a process that has to end before anything is measured.
         warm: decode a little before anything is timed.
         complete: decode every request to its end, for the comparison of texts.
         profile: arms whose step is traced, in the first cell.
@@ -51,7 +70,7 @@ class Run:
     rounds: int
     discard: int
     minutes: float
-    together: bool
+    grouping: Grouping
     warm: bool
     complete: bool
     seed: int
@@ -60,6 +79,7 @@ class Run:
     extra: dict[str, dict[str, Any]]
     logs: Path
     profile: tuple[str, ...] = ()
+    after: int | None = None
 
     @property
     def dtype(self) -> str:
@@ -95,6 +115,7 @@ class Bench:
         self.began = time.monotonic()
         self.processes: dict[str, EngineProcess] = {}
         self.alone_ar: dict[str, dict[str, Any]] = {}
+        self.sockets: str | None = None
 
     @property
     def left(self) -> float:
@@ -106,9 +127,11 @@ class Bench:
         reference, *others = self.run.arms
         try:
             for arm in self.run.arms:
-                self._spawn(arm)
-            if self.run.together and others:
-                self._together(reference, others)
+                self._spawn(arm.name)
+            if self.run.grouping is Grouping.ALL:
+                self._all(reference)
+            elif self.run.grouping is Grouping.PAIRS and others:
+                self._pairs(reference, others)
             else:
                 for arm in self.run.arms:
                     self._alone(arm)
@@ -118,12 +141,46 @@ class Bench:
         self._ratios()
         return self.results
 
-    def _spawn(self, arm: Arm) -> None:
+    def _spawn(self, name: str) -> None:
         # All at once and before they are needed, so that imports run side by side.
-        log = self.run.logs / f"{arm.name.replace(',', '_').replace('=', '_')}.log"
-        self.processes[arm.name] = EngineProcess(arm.name, log, self.run.environment)
+        log = self.run.logs / f"{name.replace(',', '_').replace('=', '_')}.log"
+        self.processes[name] = EngineProcess(name, log, self.run.environment)
 
-    def _together(self, reference: Arm, others: list[Arm]) -> None:
+    def _all(self, reference: Arm) -> None:
+        with contextlib.ExitStack() as stack:
+            if self.run.device != "cpu":
+                sockets = tempfile.TemporaryDirectory(prefix="weights-")
+                self.sockets = stack.enter_context(sockets)
+                # Engines wait for the weights by themselves.
+                self._spawn(WEIGHTS)
+                options = self._options(reference, LEAST_CACHE)
+                self.processes[WEIGHTS].send("hold", options=options, sockets=self.sockets)
+            for arm in self.run.arms:
+                self._send_start(arm)
+            if self.sockets is not None:
+                held = self.processes[WEIGHTS].receive("hold", max(60.0, self.left))
+                self.say(f"weights: held after {held['seconds']:.1f} s")
+            up = [arm for arm in self.run.arms if self._receive_start(arm)]
+            if reference not in up:
+                raise EngineError(f"{reference.name} did not start: nothing to compare with")
+            self._wait()
+            for cell in self.run.cells:
+                up = [arm for arm in up if self._alive(arm)]
+                self._cell(cell, up)
+
+    def _wait(self) -> None:
+        """Wait for the process that uses the device meanwhile."""
+        while self.run.after is not None and self.left > 0:
+            try:
+                os.kill(self.run.after, 0)
+            except ProcessLookupError:
+                return
+            time.sleep(0.2)
+
+    def _alive(self, arm: Arm) -> bool:
+        return "failed" not in self.results.engines[arm.name]
+
+    def _pairs(self, reference: Arm, others: list[Arm]) -> None:
         waiting = [reference, others[0]]
         for arm in waiting:
             self._send_start(arm)
@@ -155,7 +212,7 @@ class Bench:
 
     def _least(self) -> float:
         """Seconds that an arm needs to start and to measure one cell."""
-        engines = 2 if self.run.together else 1
+        engines = 1 if self.run.grouping is Grouping.ALONE else 2
         return self.run.cost.start + self.run.cost.cell(self.run.cells[0], self.run.tokens, engines)
 
     def _skip_arms(self, arms: list[Arm]) -> None:
@@ -163,31 +220,57 @@ class Bench:
             reason = f"no time for its start: {self.left:.0f} s left"
             self.results.skipped.append({"arm": arm.name, "cell": "all", "reason": reason})
 
-    def _send_start(self, arm: Arm) -> None:
+    def _options(self, arm: Arm, kv_bytes: int) -> dict[str, Any]:
         run = self.run
-        largest = Sizes(
-            batch=max(cell.batch for cell in run.cells),
-            context=max(cell.context for cell in run.cells),
-            tokens=run.tokens,
-        )
-        wanted = need = self._cache_bytes(arm)
-        beside = self._cache_bytes(run.arms[0]) if run.together else None
-        room = run.room.for_cache(arm.kind, beside)
-        if room is not None:
-            # What does not fit shows: requests wait, and the cell is not counted.
-            need = max(min(need, room), 256 << 20)
         options = engine_options(
             arm,
             run.models,
-            largest,
+            Sizes(
+                batch=max(cell.batch for cell in run.cells),
+                context=max(cell.context for cell in run.cells),
+                tokens=run.tokens,
+            ),
             device=run.device,
-            kv_bytes=need,
+            kv_bytes=kv_bytes,
             # Caches have the size given; the share only has to be free at the start.
-            memory_share=0.4 if run.together else 0.5,
+            memory_share=0.5 if run.grouping is Grouping.ALONE else 0.4,
             seed=run.seed,
             triton_prefill=run.triton_prefill,
             extra=run.extra.get(arm.name, {}) | run.extra.get("all", {}),
         )
+        return options
+
+    def _cache_room(self, arm: Arm) -> int | None:
+        """Most bytes that the caches of an arm may take."""
+        run = self.run
+        if run.grouping is not Grouping.ALL:
+            alone = run.grouping is Grouping.ALONE
+            beside = None if alone else self._cache_bytes(run.arms[0])
+            return run.room.for_cache(arm.kind, beside)
+        others = [other for other in run.arms if other is not arm]
+        # Arms that come first get what they want, the last ones what is left.
+        before = run.arms[: run.arms.index(arm)]
+        return run.room.among(
+            len(run.arms),
+            drafters=sum(other.kind != "ar" for other in run.arms),
+            taken=sum(
+                self._cache_bytes(other) if other in before else LEAST_CACHE for other in others
+            ),
+        )
+
+    def _send_start(self, arm: Arm) -> None:
+        run = self.run
+        wanted = need = self._cache_bytes(arm)
+        room = self._cache_room(arm)
+        if room is not None:
+            # What does not fit shows: requests wait, and the cell is not counted.
+            need = max(min(need, room), LEAST_CACHE)
+        options = self._options(arm, need)
+        if self.sockets is not None:
+            # The share of memory that vLLM wants for itself counts the weights held elsewhere.
+            assert run.room.device is not None
+            share = (run.room.target + _OWN_BYTES) / run.room.device
+            options = shared_options(options, self.sockets, share)
         self.say(f"{arm.name}: starting, cache {need / 2**30:.2f} GiB")
         self.results.engines[arm.name] = {
             **describe(arm),
@@ -211,6 +294,7 @@ class Bench:
         except EngineError as error:
             record["failed"] = str(error)
             self.say(str(error))
+            self.processes[arm.name].stop()
             return False
         run = self.run
         record["warm_seconds"] = (
@@ -235,15 +319,22 @@ class Bench:
         expected = self.run.cost.cell(cell, self.run.tokens, len(arms))
         if self.left < expected and self.results.cells:
             reason = f"needs about {expected:.0f} s, {self.left:.0f} s left"
-            self.results.skipped.append({"arm": arms[-1].name, "cell": cell.name, "reason": reason})
+            for name in [arm.name for arm in arms[1:] or arms]:
+                self.results.skipped.append({"arm": name, "cell": cell.name, "reason": reason})
             return
         try:
             self._measure_cell(cell, arms)
         except EngineError as error:
             self.say(str(error))
-            self.results.skipped.append(
-                {"arm": arms[-1].name, "cell": cell.name, "reason": str(error)}
-            )
+            # The last of a pair is the one that is new.
+            failed = error.engine if len(arms) > 2 else arms[-1].name
+            reason = {"arm": failed, "cell": cell.name, "reason": str(error)}
+            self.results.skipped.append(reason)
+            if len(arms) > 2 and failed != arms[0].name:
+                self.results.engines[failed]["failed"] = str(error)
+                self.processes[failed].stop()
+                self._cell(cell, [arm for arm in arms if arm.name != failed])
+                return
         self.save(self.results)
 
     def _measure_cell(self, cell: Cell, arms: list[Arm]) -> None:
@@ -281,7 +372,7 @@ class Bench:
             finished[arm.name]["plugin"] = own
             finished[arm.name]["memory"] = self.processes[arm.name].call("memory", limit)
         reference = finished.get("ar") or self.alone_ar.get(cell.name)
-        if not run.together and arms[-1].kind == "ar":
+        if run.grouping is Grouping.ALONE and arms[-1].kind == "ar":
             self.alone_ar[cell.name] = finished["ar"]
             if cell.temperature == 0:
                 self.alone_ar[cell.name]["doubts"] = self.processes["ar"].call(
@@ -309,12 +400,12 @@ class Bench:
                     dtype=run.dtype,
                     doubts=self._doubts(reference, prompts, limit),
                 )
-                if run.together:
+                if run.grouping is not Grouping.ALONE:
                     pairs = list(zip(rounds[arm.name], rounds["ar"], strict=True))
                     good = [(a, b) for a, b in pairs if a and b]
                     record["over_ar"] = ratio_interval(
                         [a for a, _ in good], [b for _, b in good]
-                    ) | {"rounds": len(good), "formed": "interleaved rounds of two engines"}
+                    ) | {"rounds": len(good), "formed": "interleaved rounds of the engines"}
             self.results.cells.append(record)
             self.say(_line(record))
         if cell is run.cells[0]:

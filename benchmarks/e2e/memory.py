@@ -14,6 +14,8 @@ from typing import Any
 
 _BLOCK_TOKENS = 16
 _SLACK_SEQUENCES = 2
+#: The smallest cache that an engine is given.
+LEAST_CACHE = 256 << 20
 _WORK = 6 << 30
 
 
@@ -134,3 +136,13 @@ class Room:
         engines = 1 if beside is None or kind == "ar" else 2
         taken = engines * (self.target + _WORK) + (0 if kind == "ar" else self.drafter)
         return int(0.96 * self.device) - taken - (beside or 0 if kind != "ar" else 0)
+
+    def among(self, engines: int, drafters: int, taken: int) -> int | None:
+        """Most bytes that an arm's caches may take among engines over one copy of the target.
+
+        `taken` is what the others' caches take; `drafters` engines hold a drafter each.
+        """
+        if self.device is None:
+            return None
+        fixed = self.target + engines * _WORK + drafters * self.drafter
+        return int(0.96 * self.device) - fixed - taken

@@ -12,12 +12,16 @@ import typer
 
 from vllm_weaver.demo.machine import provenance
 
-from .measure import Results, Run
+from .measure import Grouping, Results, Run
 
 _HOW = {
-    True: "together: AR's engine and one arm's take turns on the device; over_ar is the geometric "
-    "mean over interleaved rounds, and ratios between two arms go by way of each one's own AR",
-    False: "alone: one engine after another in one run; over_ar compares two stretches of it",
+    Grouping.ALL: "all: every arm's engine takes turns on the device, over one copy of the "
+    "target's weights; over_ar is the geometric mean over interleaved rounds",
+    Grouping.PAIRS: "pairs: AR's engine and one arm's take turns on the device; over_ar is the "
+    "geometric mean over interleaved rounds, and ratios between two arms go by way of each one's "
+    "own AR",
+    Grouping.ALONE: "alone: one engine after another in one run; over_ar compares two stretches of "
+    "it",
 }
 _REAL = {
     True: "expanded models: cost of the large shapes, function and acceptance of the small models",
@@ -35,7 +39,7 @@ def content(run: Run, results: Results, seconds: float, keep_outputs: bool) -> d
         **provenance(),
         "title": title,
         "what_is_real": _REAL[run.models.expanded],
-        "grouping": _HOW[run.together],
+        "grouping": _HOW[run.grouping],
         "setting": {
             "models": vars(run.models),
             "device": run.device,
@@ -121,7 +125,7 @@ def markdown(data: Mapping[str, Any]) -> str:
 
 
 def _name(record: Mapping[str, Any]) -> str:
-    if record["arm"] == "ar" and record["with"]:
+    if record["arm"] == "ar" and len(record["with"]) == 1:
         return f"ar, beside {record['with'][0]}"
     return record["arm"]
 

@@ -10,10 +10,19 @@ from typing import Any
 
 import pytest
 
-from benchmarks.e2e.arms import Arm, ArmError, Models, Sizes, engine_options, parse_arms
+from benchmarks.e2e.arms import (
+    Arm,
+    ArmError,
+    Models,
+    Sizes,
+    engine_options,
+    parse_arms,
+    shared_options,
+)
 from benchmarks.e2e.cells import Cell, CostModel, order_cells
+from benchmarks.e2e.client import EngineError
 from benchmarks.e2e.compare import compare
-from benchmarks.e2e.measure import Bench, Results, Run, doubt_at
+from benchmarks.e2e.measure import WEIGHTS, Bench, Grouping, Results, Run, doubt_at
 from benchmarks.e2e.memory import CacheShape, Room, drafter_bytes, weight_bytes
 from benchmarks.e2e.plots import plot_cells
 from benchmarks.e2e.prompts import PromptError, cut_prompts, load_tokenizer, texts_of
@@ -191,6 +200,10 @@ def test_prompts_have_their_length_and_do_not_end_a_line(tmp_path: Path) -> None
 class FakeEngine:
     """An engine process that decodes at a fixed speed; every token is its place."""
 
+    #: Engines that do not start, and those that fail in the second cell.
+    broken: tuple[str, ...] = ()
+    breaking: tuple[str, ...] = ()
+
     def __init__(self, name: str, *_: Any) -> None:
         self.name = name
         self.per_pass = 4 if name.startswith("weaver") else 2 if name != "ar" else 1
@@ -207,12 +220,21 @@ class FakeEngine:
     def call(self, command: str, timeout: float, **arguments: Any) -> dict[str, Any]:
         return getattr(self, command)(**arguments)
 
+    def hold(self, options: dict[str, Any], sockets: str) -> dict[str, Any]:
+        assert options["load_format"] == "expanded" and "speculative_config" not in options
+        return {"seconds": 1.0}
+
     def start(self, options: dict[str, Any], plain_cpu: bool) -> dict[str, Any]:
+        if self.name in self.broken:
+            raise EngineError(f"{self.name}: no", self.name)
+        self.options = options
         states = {"ar": 1, "stock-7": 8}.get(self.name, 2)
         memory = {"state_bytes_per_sequence": states * 100, "weight_bytes": 1, "cache_bytes": 1}
         return {"start_seconds": 1.0, "memory": memory, "graphs": {"cudagraph_mode": "FULL"}}
 
     def begin(self, prompts: list[list[int]], tokens: int, **_: Any) -> dict[str, Any]:
+        if len(prompts) > 1 and self.name in self.breaking:
+            raise EngineError(f"{self.name}: out of memory", self.name)
         self.requests, self.tokens, self.steps = len(prompts), tokens, 0
         return {"prefill_seconds": 0.1}
 
@@ -262,7 +284,7 @@ class FakeEngine:
 
 
 def run_with_fakes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, *, together: bool, minutes: float = 60.0
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, grouping: Grouping, minutes: float = 60.0
 ) -> tuple[Results, Bench]:
     monkeypatch.setattr("benchmarks.e2e.measure.EngineProcess", FakeEngine)
     run = Run(
@@ -270,14 +292,14 @@ def run_with_fakes(
         cells=order_cells([1, 2], [16], [0.0]),
         models=MODELS,
         cache=CacheShape.of(config_27b(), drafter_27b(), 2),
-        room=Room(None, 54 * 10**9, 35 * 10**8),
+        room=Room(150 * 10**9, 54 * 10**9, 35 * 10**8),
         cost=CostModel(54 * 10**9, 150.0, 0.002),
         device="cuda",
         tokens=64,
         rounds=4,
         discard=0,
         minutes=minutes,
-        together=together,
+        grouping=grouping,
         warm=True,
         complete=False,
         seed=0,
@@ -292,11 +314,11 @@ def run_with_fakes(
     return bench.measure(), bench
 
 
-@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize("grouping", Grouping)
 def test_ratios_go_by_way_of_the_ar_of_the_same_run(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, together: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, grouping: Grouping
 ) -> None:
-    results, bench = run_with_fakes(monkeypatch, tmp_path, together=together)
+    results, bench = run_with_fakes(monkeypatch, tmp_path, grouping)
     assert all(process.stopped for process in bench.processes.values())
     records = {(r["cell"], r["arm"]): r for r in results.cells}
     weaver = records["b1-c16-t0", "weaver-63"]
@@ -304,8 +326,15 @@ def test_ratios_go_by_way_of_the_ar_of_the_same_run(
     assert weaver["best_stock"] in ("stock-15", "stock-7")
     assert weaver["over"][weaver["best_stock"]] == pytest.approx(2)
     assert weaver["over"]["ddtree-63"] == pytest.approx(2)
-    assert weaver["with"] == (["ar"] if together else [])
-    assert ("interleaved" in weaver["over_ar"]["formed"]) is together
+    others = {
+        Grouping.ALL: ["ar", "stock-15", "stock-7", "ddtree-63"],
+        Grouping.PAIRS: ["ar"],
+        Grouping.ALONE: [],
+    }
+    assert weaver["with"] == others[grouping]
+    alone = grouping is Grouping.ALONE
+    assert ("interleaved" in weaver["over_ar"]["formed"]) is not alone
+    assert (WEIGHTS in bench.processes) is (grouping is Grouping.ALL)
     assert weaver["texts"]["equal_requests"] == 1
     # Whose requests did not run at once has no figure, and is named.
     assert ("b2-c16-t0", "stock-15") not in records
@@ -317,10 +346,43 @@ def test_ratios_go_by_way_of_the_ar_of_the_same_run(
     assert engines["weaver-63"]["state_bytes_per_sequence_beyond_ar"] == 100
 
 
+def test_engines_over_one_copy_of_the_weights_go_on_without_one_that_fails(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(FakeEngine, "broken", ("stock-15",))
+    monkeypatch.setattr(FakeEngine, "breaking", ("ddtree-63",))
+    results, bench = run_with_fakes(monkeypatch, tmp_path, Grouping.ALL)
+    found = {(r["cell"], r["arm"]) for r in results.cells}
+    assert ("b1-c16-t0", "ddtree-63") in found and ("b2-c16-t0", "weaver-63") in found
+    assert not any(arm == "stock-15" for _, arm in found)
+    assert "b2-c16-t0 ddtree-63" in {f"{s['cell']} {s['arm']}" for s in results.skipped}
+    assert bench.processes["stock-15"].stopped
+    options = bench.processes["weaver-63"].options  # type: ignore[attr-defined]
+    assert options["load_format"] == "ipc_cache"
+    assert options["speculative_config"]["draft_load_config"] == {"load_format": "expanded"}
+    # Of the device, with the weights that it does not hold itself.
+    assert 54 / 150 < options["gpu_memory_utilization"] < 60 / 150
+
+
+def test_caches_of_all_engines_fit_beside_one_copy_of_the_weights(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    results, bench = run_with_fakes(monkeypatch, tmp_path, Grouping.ALL)
+    given = {
+        name: record["options"]["kv_cache_memory_bytes"] for name, record in results.engines.items()
+    }
+    room = bench.run.room
+    assert sum(given.values()) + room.target + 4 * room.drafter < room.device
+    assert given["stock-15"] == results.engines["stock-15"]["cache_wanted_bytes"]
+    # Engines that work alone are given all that they ask for.
+    plain = {"model": "m", "load_format": "auto"}
+    assert "speculative_config" not in shared_options(plain, "sockets", 0.4)
+
+
 def test_what_does_not_fit_into_the_time_is_named(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    results, _ = run_with_fakes(monkeypatch, tmp_path, together=True, minutes=1.0)
+    results, _ = run_with_fakes(monkeypatch, tmp_path, Grouping.PAIRS, minutes=1.0)
     assert {skip["arm"] for skip in results.skipped} >= {"stock-15", "stock-7", "ddtree-63"}
     assert all("left" in skip["reason"] for skip in results.skipped)
 
@@ -328,7 +390,7 @@ def test_what_does_not_fit_into_the_time_is_named(
 def test_results_become_a_table_and_a_picture(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    results, _ = run_with_fakes(monkeypatch, tmp_path, together=True)
+    results, _ = run_with_fakes(monkeypatch, tmp_path, Grouping.PAIRS)
     data = {
         "title": "test",
         "cells": results.cells,
