@@ -84,6 +84,9 @@ def bench(
     batch: Annotated[str, typer.Option(help="requests at once, the most important first")] = "1,4",
     context: Annotated[str, typer.Option(help="prompt tokens")] = "1024,16384",
     temperature: Annotated[str, typer.Option(help="0 is greedy")] = "0,1",
+    most_tokens: Annotated[
+        int | None, typer.Option(help="leave out points with more prompt tokens in all")
+    ] = None,
     tokens: Annotated[int, typer.Option(help="most tokens of a request")] = 256,
     rounds: Annotated[int, typer.Option(help="turns of each engine in a cell")] = 4,
     discard: Annotated[int, typer.Option(help="steps not counted at the start of a turn")] = 3,
@@ -147,7 +150,10 @@ def bench(
         numbers(batch, "--batch"),
         numbers(context, "--context"),
         numbers(temperature, "--temperature", float),
+        most_tokens,
     )
+    if not cells:
+        raise typer.BadParameter(f"--most-tokens {most_tokens} leaves no point")
     config = read_model_config(models.target)
     assert config is not None
     drafter_config = read_model_config(models.drafter)

@@ -35,9 +35,12 @@ class Cell:
 
 
 def order_cells(
-    batches: Sequence[int], contexts: Sequence[int], temperatures: Sequence[float]
+    batches: Sequence[int],
+    contexts: Sequence[int],
+    temperatures: Sequence[float],
+    most_tokens: int | None = None,
 ) -> list[Cell]:
-    """All combinations; the first of each list matter most.
+    """All combinations of at most so many prompt tokens; the first of each list matter most.
 
     A cell's rank is the sum of its places in the three lists, with ties going to the smaller
     batch, so a budget that ends early has covered every axis a little.
@@ -47,6 +50,7 @@ def order_cells(
         for i in range(len(batches))
         for j in range(len(contexts))
         for k in range(len(temperatures))
+        if most_tokens is None or batches[i] * contexts[j] <= most_tokens
     ]
     return [Cell(batches[i], contexts[j], temperatures[k]) for _, i, j, k in sorted(ranked)]
 

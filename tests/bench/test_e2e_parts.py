@@ -99,6 +99,10 @@ def test_cells_cover_every_axis_before_the_corners() -> None:
     assert cells[0] == Cell(1, 1024, 0.0)
     assert {cells[1], cells[2]} == {Cell(1, 1024, 1.0), Cell(4, 1024, 0.0)}
     assert cells[-1] == Cell(16, 16384, 1.0)
+    few = order_cells([1, 4, 16], [1024, 16384], [0.0], most_tokens=16384)
+    assert few == [
+        c for c in order_cells([1, 4, 16], [1024, 16384], [0.0]) if c.batch * c.context <= 16384
+    ]
     cost = CostModel(54 * 10**9, 150, 0.002)
     assert cost.prefill(cells[-1]) > 10 * cost.prefill(cells[0])
 
