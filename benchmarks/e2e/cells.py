@@ -42,17 +42,18 @@ def order_cells(
 ) -> list[Cell]:
     """All combinations of at most so many prompt tokens; the first of each list matter most.
 
-    A cell's rank is the sum of its places in the three lists, with ties going to the smaller
-    batch, so a budget that ends early has covered every axis a little.
+    Temperatures come one after another; within each, a cell's rank is the sum of its places in the
+    two other lists, with ties going to the smaller batch, so a budget that ends early has covered
+    both a little.
     """
     ranked = [
-        (i + 2 * j + k, i, j, k)
+        (k, i + 2 * j, i, j)
         for i in range(len(batches))
         for j in range(len(contexts))
         for k in range(len(temperatures))
         if most_tokens is None or batches[i] * contexts[j] <= most_tokens
     ]
-    return [Cell(batches[i], contexts[j], temperatures[k]) for _, i, j, k in sorted(ranked)]
+    return [Cell(batches[i], contexts[j], temperatures[k]) for k, _, i, j in sorted(ranked)]
 
 
 @dataclass(frozen=True)

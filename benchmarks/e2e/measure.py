@@ -296,24 +296,23 @@ class Bench:
             self.say(str(error))
             self.processes[arm.name].stop()
             return False
-        run = self.run
-        record["warm_seconds"] = (
-            self.processes[arm.name].call(
-                "warm",
-                max(60.0, self.left),
-                batches=sorted({cell.batch for cell in run.cells}),
-                temperatures=sorted({cell.temperature for cell in run.cells}),
-                vocab=256,
-            )["seconds"]
-            if run.warm
-            else 0.0
-        )
-        self.say(
-            f"{arm.name}: up in {record['start_seconds']:.1f} s, "
-            f"warm in {record['warm_seconds']:.1f} s more"
-        )
+        record["warm_seconds"] = {}
+        self.say(f"{arm.name}: up in {record['start_seconds']:.1f} s")
         self.save(self.results)
         return True
+
+    def _warm(self, arm: Arm, temperature: float) -> None:
+        """Before an arm's first cell at a temperature: nothing is compiled while timed."""
+        seconds = self.results.engines[arm.name]["warm_seconds"]
+        if not self.run.warm or f"t{temperature:g}" in seconds:
+            return
+        seconds[f"t{temperature:g}"] = self.processes[arm.name].call(
+            "warm",
+            max(60.0, self.left),
+            batches=sorted({cell.batch for cell in self.run.cells}),
+            temperature=temperature,
+            vocab=256,
+        )["seconds"]
 
     def _cell(self, cell: Cell, arms: list[Arm]) -> None:
         expected = self.run.cost.cell(cell, self.run.tokens, len(arms))
@@ -341,6 +340,8 @@ class Bench:
         run = self.run
         prompts = self.prompts[cell.batch, cell.context]
         limit = max(60.0, self.left)
+        for arm in arms:
+            self._warm(arm, cell.temperature)
         for arm in arms:
             self.processes[arm.name].call(
                 "begin",

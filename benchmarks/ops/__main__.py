@@ -48,7 +48,10 @@ class Part:
 
 
 def module(name: str, *arguments: str) -> tuple[str, ...]:
-    """The command line of a module; {out} stands for the part's JSON file."""
+    """The command line of a module.
+
+    {out} stands for the part's JSON file, {workers} for the number of processes that run tests.
+    """
     return (PYTHON, "-m", name, *arguments)
 
 
@@ -63,7 +66,8 @@ PARTS: Mapping[str, Part] = {
     "build": Part(module("vllm_weaver.ops.cuda.build", "full"), 150, 3),
     "tests": Part(
         module(
-            "pytest", "-q", "-n", "14", "--timeout", "60", "--tb=short", "-p", "no:cacheprovider"
+            *("pytest", "-q", "-n", "{workers}", "--timeout", "60", "--tb=short", "-rfE"),
+            *("-p", "no:cacheprovider"),
         )
         + TESTS,
         240,
@@ -90,10 +94,11 @@ PARTS: Mapping[str, Part] = {
 }
 
 
-def run(name: str, part: Part, folder: Path, seconds: float) -> dict[str, Any]:
+def run(name: str, part: Part, folder: Path, seconds: float, workers: int) -> dict[str, Any]:
     """Run a part and say how it ended; its output goes to `folder`/logs and its end is printed."""
     log = folder / "logs" / f"{name}.log"
-    command = [word.format(out=folder / f"{name}.json") for word in part.command]
+    places = {"out": folder / f"{name}.json", "workers": workers}
+    command = [word.format(**places) for word in part.command]
     started = time.perf_counter()
     status: int | str
     with log.open("w") as output:
@@ -115,7 +120,7 @@ def run(name: str, part: Part, folder: Path, seconds: float) -> dict[str, Any]:
     return ended
 
 
-def run_all(parts: Sequence[str], folder: Path, minutes: float) -> dict[str, Any]:
+def run_all(parts: Sequence[str], folder: Path, minutes: float, workers: int = 2) -> dict[str, Any]:
     """Run parts while there is time; write the summary and pack the output."""
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     until = time.perf_counter() + 60 * minutes
@@ -126,7 +131,7 @@ def run_all(parts: Sequence[str], folder: Path, minutes: float) -> dict[str, Any
             summary["parts"][name] = {"status": "no time left"}
             print(f"== {name}: no time left", flush=True)
         else:
-            summary["parts"][name] = run(name, PARTS[name], folder, left)
+            summary["parts"][name] = run(name, PARTS[name], folder, left, workers)
         (folder / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
     with tarfile.open(folder / "logs.tgz", "w:gz") as archive:
         archive.add(folder / "logs", "logs")
@@ -138,13 +143,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=8.0)
+    parser.add_argument("--workers", type=int, default=14, help="processes that run tests")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"of {', '.join(PARTS)}")
     args = parser.parse_args()
     parts = args.parts.split(",")
     for name in parts:
         if name not in PARTS:
             parser.error(f"no part {name!r}: choose of {', '.join(PARTS)}")
-    summary = run_all(parts, args.out, args.minutes)
+    summary = run_all(parts, args.out, args.minutes, args.workers)
     failed = [name for name, ended in summary["parts"].items() if ended["status"] != 0]
     if failed:
         raise SystemExit(f"not done or not right: {', '.join(failed)}")

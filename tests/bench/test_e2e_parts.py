@@ -93,11 +93,13 @@ def test_stock_arms_run_without_the_plugin_and_with_graphs_for_their_batch() -> 
         )  # fmt: skip
 
 
-def test_cells_cover_every_axis_before_the_corners() -> None:
+def test_cells_cover_both_axes_before_the_corners() -> None:
     cells = order_cells([1, 4, 16], [1024, 16384], [0.0, 1.0])
     assert len(set(cells)) == 12
     assert cells[0] == Cell(1, 1024, 0.0)
-    assert {cells[1], cells[2]} == {Cell(1, 1024, 1.0), Cell(4, 1024, 0.0)}
+    assert cells[1] == Cell(4, 1024, 0.0)
+    assert {cells[2], cells[3]} == {Cell(16, 1024, 0.0), Cell(1, 16384, 0.0)}
+    assert [cell.temperature for cell in cells] == [0.0] * 6 + [1.0] * 6
     assert cells[-1] == Cell(16, 16384, 1.0)
     few = order_cells([1, 4, 16], [1024, 16384], [0.0], most_tokens=16384)
     assert few == [
