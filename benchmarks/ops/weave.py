@@ -40,12 +40,15 @@ from vllm_weaver.adapter.tiling import Tiling, choose_tiling, linear_scratch
 from vllm_weaver.adapter.triton import INTERPRETED, launch_linear
 from vllm_weaver.ops import top_pool
 from vllm_weaver.tree import DraftTree, build_weaver_tree
+from vllm_weaver.tree.rank_triton import rank_rows
 from vllm_weaver.weave import TreeWeaver
 from vllm_weaver.weave.weaver import can_overlap
 
 WORTH_LIMIT = 0.05
 """Relative difference of the trees' sums of path probabilities that bfloat16 may make."""
 COPIES = 4
+SMALLER = (31, 15, 7, 3)
+"""Nodes of use that a larger budget's weaver is timed with."""
 DEVICE = "cuda"
 TREE_FIELDS = tuple(part.name for part in fields(DraftTree))
 
@@ -135,8 +138,8 @@ class Step:
             **options,
         )
 
-    def weave(self, weaver: TreeWeaver) -> DraftTree:
-        return weaver.build(self.verified, self.hidden, *self.pools, self.roots)
+    def weave(self, weaver: TreeWeaver, nodes: int | None = None) -> DraftTree:
+        return weaver.build(self.verified, self.hidden, *self.pools, self.roots, nodes=nodes)
 
     def define(self, budget: int, tables: AdapterTables | None = None) -> DraftTree:
         """The same trees by the plain path."""
@@ -247,6 +250,8 @@ def check_full_trees(
 ) -> list[Form]:
     """The forms that hold."""
     expected = step.worth(step.define(budget))
+    few = min(15, budget)
+    expected_few = step.worth(step.define(few))
     good = []
     for form in forms:
         label = f"R={step.R}, B={budget}, {form.name}"
@@ -260,6 +265,10 @@ def check_full_trees(
         again = all(same_trees(tree, trees[0]) for tree in trees)
         holds = checks.note(f"equal bits in 5 builds, {label}", again, again, form.optional)
         difference = float((step.worth(trees[0]) / expected - 1).abs().max())
+        part = kept(step.weave(weaver, few))
+        rows = part.tokens[:, : few + 1], part.parents[:, : few + 1], part.num_nodes
+        worth = step.worth(DraftTree.from_parents(*rows))
+        difference = max(difference, float((worth / expected_few - 1).abs().max()))
         name, close = f"worth against the definition's, {label}", difference < WORTH_LIMIT
         if checks.note(name, round(difference, 5), close, form.optional) and holds:
             good.append(form)
@@ -342,12 +351,12 @@ def bench_weave(
         weaver = form.weaver(step, budget, tables)
 
         def prefix(weaver: TreeWeaver = weaver) -> None:
-            weaver._start(R, hidden)
+            weaver._start(R, hidden, weaver.width)
             weaver._run_prefix(R)
 
         def node_steps(weaver: TreeWeaver = weaver) -> None:
             for _ in range(weaver.rounds):
-                weaver._run_nodes(R)
+                weaver._run_nodes(R, weaver.width)
 
         def build(weaver: TreeWeaver = weaver) -> None:
             step.weave(weaver)
@@ -358,9 +367,21 @@ def bench_weave(
         copies = [lambda c=c: whole(c) for c in range(COPIES)]
         bench.time("whole", f"{name}, with top_pool", R, budget, copies)
         bench.time("build", f"{name}, {weaver.launches} launches", R, budget, [build])
+        for nodes in SMALLER:
+            if nodes < budget:
+
+                def few(weaver: TreeWeaver = weaver, nodes: int = nodes) -> None:
+                    step.weave(weaver, nodes)
+
+                bench.time("build", f"{name}, {nodes} nodes of use", R, budget, [few])
         bench.time("prefix", name, R, budget, [prefix])
         bench.time("node steps", f"{name}, {weaver.rounds} rounds", R, budget, [node_steps])
         bench_round(bench, step, weaver, name, pools)
+
+        def rank(weaver: TreeWeaver = weaver) -> None:
+            rank_rows(weaver._row_scores, weaver._tree, weaver._ranked, R)
+
+        bench.time("rank rows", name, R, budget, [rank])
     if plain:
         bench.time("build", "torch, raw", R, budget, [lambda: step.define(budget)])
         bench.time("build", "torch, tables", R, budget, [lambda: step.define(budget, tables)])
@@ -374,11 +395,11 @@ def bench_round(
     A ticket that never comes up keeps growth away; entries without a node have nothing to score.
     """
     R, B, G = step.R, weaver.budget, weaver.width
-    query, squares = weaver._run_nodes(R)
+    query, squares = weaver._run_nodes(R, G)
     nodes = torch.arange(R * G, device=step.device) % G
 
     def launch() -> None:
-        weaver._score_and_grow(R, 0, query, squares, *pools, ())
+        weaver._score_and_grow(R, 0, query, squares, *pools, (), width=G, nodes=B)
 
     def prepare(live: bool, ticket: int) -> None:
         weaver._node.copy_(nodes if live else nodes - G)

@@ -12,6 +12,7 @@ in `evaluate.py`. Intervals are from prompts resampled together.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import hashlib
 import json
 import platform
@@ -39,7 +40,16 @@ from vllm_weaver.tree import (
 from . import data, export, gdn
 from .config import EOS_ID, SIZES, Size
 from .drafter import Drafter
-from .evaluate import BUDGETS, Walk, block_states, ratio, sampling_at, shared_noise, walk
+from .evaluate import (
+    BUDGETS,
+    Walk,
+    block_states,
+    prompts_of,
+    ratio,
+    sampling_at,
+    shared_noise,
+    walk,
+)
 from .target import RUNTIME, Target
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -66,6 +76,19 @@ def held_out_stream(tokenizer: Tokenizer) -> Tensor:
                 files[digest] = content
     parts = [[*tokenizer.encode(files[d].decode()).ids, EOS_ID] for d in sorted(files)]
     return torch.tensor([token for part in parts for token in part])
+
+
+def open_models(
+    models: Path, size: Size, device: str
+) -> tuple[Target, Drafter, WeaverAdapter, Tensor]:
+    """Target, drafter and adapter of a folder, in float32, and the held-out stream."""
+    RUNTIME.dtype, RUNTIME.rule = torch.float32, gdn.plain
+    torch.set_float32_matmul_precision("highest")
+    target = export.load_target(models / "target", size.target, device).requires_grad_(False)
+    drafter = Drafter.load(models / "drafter", size.drafter, size.target, device, torch.float32)
+    adapter = load_adapter(models / "adapter", dtype=torch.float32, device=device)
+    stream = held_out_stream(Tokenizer.from_file(str(models / "target" / "tokenizer.json")))
+    return target, drafter, adapter, stream
 
 
 def log_p_of(logits: Tensor, options: dict[str, Any]) -> Tensor:
@@ -191,16 +214,11 @@ def main() -> None:
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size, models = SIZES[arguments.size], arguments.models
-    RUNTIME.dtype, RUNTIME.rule = torch.float32, gdn.plain
-    torch.set_float32_matmul_precision("highest")
     started = time.time()
-    target = export.load_target(models / "target", size.target, device).requires_grad_(False)
-    drafter = Drafter.load(models / "drafter", size.drafter, size.target, device, torch.float32)
-    adapter = load_adapter(models / "adapter", dtype=torch.float32, device=device)
-    stream = held_out_stream(Tokenizer.from_file(str(models / "target" / "tokenizer.json")))
-    last = len(stream) - size.eval_context - 1
-    starts = torch.linspace(0, last, arguments.prompts).long()
-    prompts = stream[starts[:, None] + torch.arange(size.eval_context)].to(device)
+    target, drafter, adapter, stream = open_models(models, size, device)
+    prompts = prompts_of(stream, dataclasses.replace(size, eval_prompts=arguments.prompts)).to(
+        device
+    )
     numbers = tuple(int(b) for b in arguments.budgets.split(","))
     weights = tuple(float(w) for w in arguments.weights.split(",") if w)
     settings = {}

@@ -111,7 +111,7 @@ def test_trees_are_those_of_the_definition(make_case, name: str) -> None:
     assert_same(actual, expected_tree(case, roots, budget, **shape))
     layers = case.adapter.config.num_layers
     per_round = 1 + 5 * layers + (0 if options.get("tables") else 2)
-    assert weaver.launches == 3 + 5 * (layers - 1) + per_round * weaver.rounds
+    assert weaver.launches == 4 + 5 * (layers - 1) + per_round * weaver.rounds
 
 
 @needs_kernel
@@ -198,24 +198,22 @@ def test_later_builds_owe_nothing_to_earlier_ones(make_case) -> None:
 
 @needs_kernel
 @pytest.mark.parametrize("full_pools", [True, False])
-def test_fewer_rounds_give_the_first_nodes_of_the_same_tree(make_case, full_pools: bool) -> None:
+@pytest.mark.parametrize("width", [3, None])
+def test_smaller_trees_are_those_of_a_smaller_budget(
+    make_case, full_pools: bool, width: int | None
+) -> None:
+    """One width for all, and widths that fall with the size: 1 up to 16 nodes, 2 beyond."""
     case = make_case(requests=2, pool=8)
     roots = torch.tensor([7, 8])
-    weaver = weaver_for(case, 12, tables=True, expansion_width=3, children=4, full_pools=full_pools)
-    whole = build(weaver, case, roots)
-    for nodes in (1, 4, 6, 12):
-        rounds = weaver.rounds_for(nodes)
-        assert rounds <= weaver.rounds and (rounds < weaver.rounds) == (nodes < 10)
+    shape = dict(expansion_width=width, children=4, full_pools=full_pools)
+    weaver = weaver_for(case, 18, tables=True, **shape)
+    for nodes in (1, 4, 12, 17, 18):
         part = build(weaver, case, roots, nodes)
-        assert weaver.launches == 3 + 6 * rounds
+        assert weaver.launches == 4 + 6 * weaver.shape_for(nodes)[1]
         part.validate()
-        rows = min(nodes + 1, int(whole.num_nodes.min()))
-        assert int(part.num_nodes.min()) >= rows
-        assert torch.equal(part.tokens[:, :rows], whole.tokens[:, :rows])
-        assert torch.equal(part.parents[:, :rows], whole.parents[:, :rows])
-    assert_same(build(weaver, case, roots), whole)
-    with pytest.raises(ValueError, match="nodes is 13: pass 1 to the budget, 12"):
-        build(weaver, case, roots, 13)
+        assert_same(part, expected_tree(case, roots, nodes, **shape).padded(19))
+    with pytest.raises(ValueError, match="nodes is 19: pass 1 to the budget, 18"):
+        build(weaver, case, roots, 19)
 
 
 @needs_kernel
@@ -223,16 +221,17 @@ def test_fewer_rounds_give_the_first_nodes_of_the_same_tree(make_case, full_pool
 def test_scores_on_the_frontier_are_the_oracles(make_case, oracle, variant: str) -> None:
     case = make_case(variant, requests=1)
     weaver = weaver_for(case, 4, expansion_width=2)
-    tree = build(weaver, case, torch.tensor([3]))
+    build(weaver, case, torch.tensor([3]))
     keys, tokens, parents = (x[0].cpu() for x in weaver._frontier)
+    row_tokens, row_parents = (x[0].tolist() for x in weaver._tree[:2])
     bits = (keys >> 32).int()
     pools, checked = case.ids[0].tolist(), 0
     for place in (bits < 0x7F800000).nonzero().flatten().tolist():
         row, rest = int(parents[place]), int(tokens[place])
         path = [rest]
         while row >= 0:
-            path.insert(0, int(tree.tokens[0, row]))
-            row = int(tree.parents[0, row])
+            path.insert(0, row_tokens[row])
+            row = row_parents[row]
         expected = sum(
             float(oracle(case, 0, path[:k])[pools[k - 1].index(path[k])])
             for k in range(1, len(path))

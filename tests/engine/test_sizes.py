@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,8 +12,14 @@ from typing import Any, cast
 import pytest
 from running import Plain, TreeEngine, assert_same, greedy, tokens
 
-from vllm_weaver.engine.config import tree_sizes
-from vllm_weaver.engine.sizes import Acceptance, StepTimes, best_nodes
+from vllm_weaver.engine.config import tree_sizes, with_all_widths
+from vllm_weaver.engine.sizes import (
+    PROBE_EVERY,
+    PROBE_SECONDS,
+    Acceptance,
+    StepTimes,
+    best_nodes,
+)
 from vllm_weaver.engine.speculator import WeaverSpeculator
 from vllm_weaver.engine.stats import times_file
 
@@ -32,6 +39,24 @@ def test_every_batch_has_one_size_and_stays_within_its_rows(
         assert last * (k + 1) <= rows or k == 0 or first == last == 1
 
 
+@pytest.mark.parametrize("budget", [1, 12, 63, 255])
+@pytest.mark.parametrize("rows", [2, 40, 256])
+@pytest.mark.parametrize("most", [1, 2, 4, 33, 64, 256])
+def test_every_width_is_captured_and_no_batch_grows(budget: int, rows: int, most: int) -> None:
+    sizes = tree_sizes(budget, most, rows)
+    captured = with_all_widths(sizes)
+    assert [first for first, _, _ in captured] == [1, *(last + 1 for _, last, _ in captured[:-1])]
+    assert captured[-1][1] == most
+    rule = {n: k for first, last, k in sizes for n in range(first, last + 1)}
+    largest = {n: k for first, last, k in captured for n in range(first, last + 1)}
+    assert all(largest[last] == k for _, last, k in sizes)
+    assert max(n * (k + 1) for n, k in largest.items()) == max(n * (k + 1) for n, k in rule.items())
+    widths = set(largest.values())
+    assert widths >= set(rule.values()) and (0 in widths or most == len(sizes))
+    if most >= 33 and rows == 256:
+        assert widths == {budget, *(2**p - 1 for p in range(budget.bit_length()))}
+
+
 def test_no_tree_is_woven_larger_than_its_batch_verifies() -> None:
     sizes = tree_sizes(63, 64, 256)
     assert sizes == [(1, 4, 63), (5, 8, 31), (9, 16, 15), (17, 32, 7), (33, 64, 3)]
@@ -43,8 +68,11 @@ def test_no_tree_is_woven_larger_than_its_batch_verifies() -> None:
         for batch in range(n // 2 + 1, n + 1):
             assert nodes >= next(k for first, last, k in sizes if first <= batch <= last)
     assert [woven[n] for n in (1, 4, 7, 8, 15, 16, 32, 64)] == [63, 63, 63, 31, 31, 15, 7, 3]
+    # Nor of a size that no choice of a scheduler has memory for.
     drafts.options.adapt = True
-    assert WeaverSpeculator.useful_nodes(cast(Any, drafts), 64) == 63
+    assert {n: WeaverSpeculator.useful_nodes(cast(Any, drafts), n) for n in woven} == woven
+    drafts.widths = {64: 4, 8: 64}
+    assert [WeaverSpeculator.useful_nodes(cast(Any, drafts), n) for n in (8, 15, 16)] == [63, 63, 7]
 
 
 def test_times_are_those_of_the_graph_that_holds_the_batch(tmp_path: Path) -> None:
@@ -77,6 +105,33 @@ def test_the_largest_tree_wins_where_rows_are_free_and_none_where_nothing_is_acc
     assert best_nodes(4, [0, 3, 15], free, hopeless, 1.02) == 15
 
 
+def test_what_is_not_offered_is_not_forgotten() -> None:
+    """Trees that nobody accepts stay out, however long nothing is seen of them."""
+    known = Acceptance(3)
+    known.add([400.0] * 3, [0.0] * 3)
+    for _ in range(100):
+        known.add([0.0] * 3, [0.0] * 3)
+    assert known.emitted(3) < 1.15
+    known.add([400.0, 0.0, 0.0], [300.0, 0.0, 0.0])
+    assert known.probability(1) > 0.4 and known.offered[1:] == [400.0, 400.0]
+
+
+def test_probes_are_short(tiny_models: dict[str, Path]) -> None:
+    weaver = {"proposal": "ddtree", "adapt": True, "rows_per_step": 14}
+    scheduler = TreeEngine(tiny_models, "dense", weaver=weaver).scheduler
+    verify = {(4, k + 1): 10.0 + 3.0 * k for k in (1, 3, 12)}
+    scheduler._times = StepTimes({**verify, (1, 13): 46.0}, {4: 1.0})
+    scheduler._refreshes = PROBE_EVERY - 1
+    scheduler._refreshed = time.monotonic()
+    scheduler.refresh_sizes()
+    assert scheduler.dynamic_sd_lookup[1:] == [12, 3, 3, 1]
+    scheduler.schedule()
+    assert scheduler.dynamic_sd_lookup[1:] == [12, 3, 3, 1]
+    scheduler._refreshed -= PROBE_SECONDS
+    scheduler.schedule()
+    assert scheduler.dynamic_sd_lookup[1:] == [1, 1, 1, 1]
+
+
 def test_the_scheduler_follows_what_was_measured(
     plain_of: Callable[..., Plain], tiny_models: dict[str, Path]
 ) -> None:
@@ -90,6 +145,8 @@ def test_the_scheduler_follows_what_was_measured(
     prompts = [tokens(4 + i, 70) for i in range(2)]
     want = plain_of("dense").outputs(prompts, greedy(12))
     instance = trees.runner.vllm_config.instance_id
+    # Plain decoding is a choice, too, where the rule has none of it.
+    assert scheduler._choices == [0, 1, 3, 12]
     for costly, expected in ((3.0, [1, 1, 1, 1]), (0.0, [12, 3, 3, 1])):
         verify = {(4, k + 1): 10.0 + costly * k for k in (1, 3, 12)}
         times = StepTimes({**verify, (1, 13): 10.0 + 12 * costly}, {4: 1.0})

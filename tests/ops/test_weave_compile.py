@@ -16,7 +16,7 @@ V, E, R, D, P, C = 248_320, 5120, 2048, 15, 512, 8
 FLOAT = dict.fromkeys(
     (
         *("x_ptr", "squares_ptr", "add_ptr", "out_squares_ptr", "part_ptr", "query_ptr", "q_ptr"),
-        *("query_squares_ptr", "scores_ptr", "score_ptr", "prefix_squares_ptr"),
+        *("query_squares_ptr", "scores_ptr", "score_ptr", "prefix_squares_ptr", "row_scores_ptr"),
         *("top_ptr", "total_ptr", "best_ptr", "log_probs_ptr", "rope_ptr"),
         *("noise_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"),
     ),
@@ -34,6 +34,8 @@ INTEGER = dict.fromkeys(
 LONG = dict.fromkeys(("keys_ptr", "ids_ptr", "ancestors_ptr"), "*i64")
 SCALARS = dict.fromkeys(("eps", "weight", "penalty"), "fp32")
 TYPES = {**FLOAT, **INTEGER, **LONG, **SCALARS}
+RANKED = {f"out_{name}": TYPES[name] for name in ("tokens_ptr", "parents_ptr", "depths_ptr")}
+RANKED |= {"out_num_nodes_ptr": "*i32", "out_ancestors_ptr": "*i64", **TYPES}
 Kernel = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]
 
 
@@ -126,6 +128,7 @@ def weave_kernels(arch: int) -> Iterator[Kernel]:
 
     from vllm_weaver.adapter.tiling import choose_scores, choose_tiling
     from vllm_weaver.ops.noise.drawn import HALVINGS
+    from vllm_weaver.tree import rank_triton
     from vllm_weaver.weave import triton as weave
 
     types = TYPES | {"logits_ptr": "*fp32"}
@@ -148,7 +151,7 @@ def weave_kernels(arch: int) -> Iterator[Kernel]:
             tiling = choose_scores(K, 1, group, P)
             constants = {
                 **sizes,
-                **dict(P=P, PB=P, BP=tiling.candidates, K=K, BK=tiling.block_k),
+                **dict(LIMIT=rows, P=P, PB=P, BP=tiling.candidates, K=K, BK=tiling.block_k),
                 **dict(J=J, JB=max(1, J)),
                 **dict(C=C, CB=C, F=places, FB=places, NOISE=noise, HALVINGS=HALVINGS),
             }
@@ -158,6 +161,9 @@ def weave_kernels(arch: int) -> Iterator[Kernel]:
         if group == 4:
             constants = {**sizes, "TB": rows, "WIDTH": E, "WIDTHB": 8192}
             yield "start", weave.start_kernel, constants, types, {"num_warps": 4}
+        name, constants = f"rank rows, T={rows}", dict(T=rows, TB=rows, W=words, ROWS=16)
+        constants["BLOCK"] = min(16, rows)
+        yield name, rank_triton.rank_rows_kernel, constants, RANKED, {"num_warps": 4}
 
 
 def compile_all(arch: int) -> dict[str, dict]:

@@ -135,7 +135,17 @@ def test_leaves_and_the_last_group_are_not_expanded() -> None:
     assert len(expand.sizes) <= 32 // 4
     rows = [path_of(tree.tokens[0].tolist(), tree.parents[0].tolist(), i) for i in range(33)]
     assert all(len(path) < 3 for path in expanded)
-    assert expanded == {path for path in rows[: 33 - 4] if len(path) < 3}
+    assert expanded <= set(rows) and sum(len(path) < 3 for path in rows) - len(expanded) <= 4
+
+
+def test_first_rows_of_wide_groups_are_the_best_nodes(device: str) -> None:
+    """What a group places early and should not have comes late; parents stay before children."""
+    table = random_table(6, 12)
+    wide, _ = check(table, 63, 8, width=4, device=device)
+    narrow, _ = check(table, 63, 8, width=1, device=device)
+    # Eight nodes in order reach no depth in two rounds of four, and are all found in sixteen.
+    first = narrow.prefix(9).tokens[:, :9].sort().values
+    assert torch.equal(wide.prefix(9).tokens[:, :9].sort().values, first)
 
 
 def test_a_fixed_number_of_rounds_builds_the_same_trees(monkeypatch: pytest.MonkeyPatch) -> None:

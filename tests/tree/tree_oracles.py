@@ -102,8 +102,9 @@ def best_children(table: Table, request: int, path: Path, children: int) -> list
 def weaver_tree(
     table: Table, request: int, budget: int, max_depth: int, width: int, children: int
 ) -> tuple[list[Node], set[Path]]:
-    """Nodes without the root, in the order of placing, and the paths of the expanded ones."""
+    """Nodes without the root, best first, and the paths of the expanded ones."""
     nodes: list[Node] = []
+    scores: list[float] = []
     expanded: set[Path] = set()
     paths: list[Path] = [()]
     # (-score, insertion number, token, parent row)
@@ -123,15 +124,19 @@ def weaver_tree(
         popped = frontier[: min(width, budget - len(nodes))]
         del frontier[: len(popped)]
         first = len(nodes) + 1
-        for _, _, token, parent in popped:
+        for negative, _, token, parent in popped:
             paths.append((*paths[parent], token))
             nodes.append(Node(token, parent, len(paths[-1])))
+            scores.append(-negative)
         if len(nodes) == budget:
             break
         for row, (negative, *_) in enumerate(popped, start=first):
             if len(paths[row]) < max_depth:
                 expand(row, -negative)
-    return nodes, expanded
+    order = sorted(range(len(nodes)), key=lambda i: -scores[i])
+    row_of = {0: 0, **{i + 1: row for row, i in enumerate(order, start=1)}}
+    ranked = [Node(nodes[i].token, row_of[nodes[i].parent], nodes[i].depth) for i in order]
+    return ranked, expanded
 
 
 def grown_tree(

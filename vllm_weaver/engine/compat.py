@@ -681,19 +681,22 @@ def flash_attention_prefix(version: int | None) -> FlashPrefix:
     return FlashPrefix(function, version=version)
 
 
-def choose_tree_sizes(vllm_config: VllmConfig, rows_per_step: int) -> None:
-    """Let large batches have smaller trees, unless the user has said how large."""
-    from vllm_weaver.engine.config import tree_sizes
+def choose_tree_sizes(vllm_config: VllmConfig, rows_per_step: int, adapt: bool = False) -> None:
+    """Let large batches have smaller trees, unless the user has said how large.
+
+    With ``adapt`` the schedule only says which widths are captured.
+    """
+    from vllm_weaver.engine.config import tree_sizes, with_all_widths
 
     spec = vllm_config.speculative_config
     most = vllm_config.scheduler_config.max_num_seqs
     assert spec is not None
     if spec.num_speculative_tokens_per_batch_size is not None:
         return
-    if most * (spec.num_speculative_tokens + 1) <= rows_per_step:
+    if most * (spec.num_speculative_tokens + 1) <= rows_per_step and not adapt:
         return
     sizes = tree_sizes(spec.num_speculative_tokens, most, rows_per_step)
-    spec.num_speculative_tokens_per_batch_size = sizes
+    spec.num_speculative_tokens_per_batch_size = with_all_widths(sizes) if adapt else sizes
     logger.info(
         "vllm-weaver: nodes of a tree by batch size: %s",
         ", ".join(f"{first} to {last}: {nodes}" for first, last, nodes in sizes),

@@ -8,6 +8,7 @@ configuration fields only, and touches no device.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -183,6 +184,30 @@ def tree_sizes(budget: int, max_requests: int, rows_per_step: int) -> list[tuple
             first = last + 1
         rows = 2 ** ((rows - 1).bit_length() - 1) if rows > 1 else 1
     return sizes
+
+
+def with_all_widths(sizes: list[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """``sizes`` of :func:`tree_sizes`, with a place for every width that halving reaches.
+
+    vLLM captures graphs of the widths that its schedule names, and no others. So that a scheduler
+    can choose any of them, plain decoding first of all, batch sizes that are not the largest of
+    their width stand for the missing ones, as far as there are such. The rows of the largest batch
+    stay as they are. The result is no schedule to run by.
+    """
+    budget = sizes[0][2]
+    by_batch = [k for first, last, k in sizes for _ in range(first, last + 1)]
+    halves = [budget, *(2**power - 1 for power in reversed(range(budget.bit_length())))]
+    missing = sorted(set(halves) - set(by_batch))
+    ends = {last for _, last, _ in sizes}
+    free = [requests for requests in range(1, len(by_batch)) if requests not in ends]
+    # Plain decoding first, then the widest; wide ones stand at small batches.
+    chosen = [*missing[:1], *reversed(missing[1:])][: len(free)]
+    rows = max(last * (k + 1) for _, last, k in sizes)
+    for requests, k in zip(free, sorted(chosen, reverse=True), strict=False):
+        if requests * (k + 1) <= rows:
+            by_batch[requests - 1] = k
+    runs = [list(run) for _, run in itertools.groupby(enumerate(by_batch, 1), lambda x: x[1])]
+    return [(run[0][0], run[-1][0], run[0][1]) for run in runs]
 
 
 def requested(vllm_config: Any) -> bool:

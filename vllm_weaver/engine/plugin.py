@@ -80,7 +80,7 @@ def activate(vllm_config: Any) -> None:
     if options.proposal == "weaver":
         check_adapter(vllm_config, options)
     compat.use_worker(vllm_config)
-    compat.choose_tree_sizes(vllm_config, options.rows_per_step)
+    compat.choose_tree_sizes(vllm_config, options.rows_per_step, options.adapt)
     if options.adapt:
         compat.use_scheduler(vllm_config)
     compat.choose_backends(vllm_config)

@@ -182,8 +182,7 @@ class Proposer:
             chain_only_R: requests that get the drafter's chain, bool.
             noise: of the sampler, for the candidates of ``marginals``; None builds by probability
                 alone, as for greedy requests.
-            nodes: first nodes of each tree that can be of use. A `TreeWeaver` may leave out the
-                rounds that place later ones.
+            nodes: below the root of each tree that can be of use; a Weaver tree has no more.
         """
         log_probs, ids = marginals.log_probs, marginals.ids
         if noise is not None:
@@ -224,15 +223,16 @@ class Proposer:
             self.vocabulary.logits,
             self.budget + 1,
         )
-        return build_weaver_tree(
+        tree = build_weaver_tree(
             scorer if noise is None else noise.expanding(scorer),
             root_tokens_R,
-            self.budget,
+            self.budget if nodes is None else nodes,
             depth,
             expansion_width=self.options.expansion_width,
             children=self.options.children,
             full_pools=self.pool_size >= self.options.children,
         )
+        return tree.padded(self.budget + 1)
 
 
 def _choose(first_R: torch.Tensor, a: DraftTree, b: DraftTree) -> DraftTree:

@@ -8,6 +8,7 @@ publishes. Nothing of a step waits for either.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from typing import Any
@@ -16,14 +17,16 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 
 from vllm_weaver.engine import compat
-from vllm_weaver.engine.sizes import Acceptance, StepTimes, best_nodes
+from vllm_weaver.engine.config import options_of, tree_sizes, with_all_widths
+from vllm_weaver.engine.sizes import (
+    MARGIN,
+    PROBE_EVERY,
+    PROBE_SECONDS,
+    Acceptance,
+    StepTimes,
+    best_nodes,
+)
 from vllm_weaver.engine.stats import PUBLISH_SECONDS, stats_file, times_file
-
-#: Trees must promise this much more than plain decoding, which leaves room for what the times
-#: leave out: sampling, acceptance and commit.
-MARGIN = 1.02
-#: Refreshes between two steps of the largest tree that keep its acceptance known.
-PROBE_EVERY = 16
 
 # Base of the mixin, whose methods come from the class that it is mixed into.
 _Scheduler: Any = object
@@ -43,11 +46,19 @@ class AdaptiveSizesMixin(_Scheduler):
         self._acceptance = Acceptance(self.num_spec_tokens)
         self._refreshed = time.monotonic()
         self._refreshes = 0
+        self._after_probe: list[int] | None = None
         widths = compat.decode_widths(self.vllm_config)
         self._choices = sorted(rows - 1 for rows in widths)
         self._most = max(rows * requests for rows, requests in widths.items())
         if self.dynamic_sd_lookup is None:
             self.dynamic_sd_lookup = [self.num_spec_tokens] * (self.max_num_running_reqs + 1)
+        rows = options_of(self.vllm_config).rows_per_step
+        sizes = tree_sizes(self.num_spec_tokens, self.max_num_running_reqs, rows)
+        schedule = self.vllm_config.speculative_config.num_speculative_tokens_per_batch_size
+        if [tuple(part) for part in schedule or ()] == with_all_widths(sizes):
+            # Not the user's own: it names widths to capture, and this is the rule.
+            by_batch = [[k] * (last + 1 - first) for first, last, k in sizes]
+            self.dynamic_sd_lookup = [0, *itertools.chain.from_iterable(by_batch)]
         self._fixed = list(self.dynamic_sd_lookup)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +67,8 @@ class AdaptiveSizesMixin(_Scheduler):
         if now - self._refreshed >= PUBLISH_SECONDS:
             self._refreshed = now
             self.refresh_sizes()
+        elif self._after_probe is not None and now - self._refreshed >= PROBE_SECONDS:
+            self.dynamic_sd_lookup, self._after_probe = self._after_probe, None
         return super().schedule(*args, **kwargs)
 
     def refresh_sizes(self) -> None:
@@ -71,15 +84,17 @@ class AdaptiveSizesMixin(_Scheduler):
         if self._times is None:
             return
         self._refreshes += 1
-        probing = self._refreshes % PROBE_EVERY == 0
         table = list(self._fixed)
         for requests in range(1, len(table)):
             # Memory was reserved for the rows of the largest batch of the fixed table.
             choices = [k for k in self._choices if requests * (k + 1) <= self._most]
             best = best_nodes(requests, choices, self._times, self._acceptance, MARGIN)
             if best is not None:
-                table[requests] = max(best, self._fixed[requests]) if probing else best
-        self.dynamic_sd_lookup = table
+                table[requests] = best
+        self.dynamic_sd_lookup, self._after_probe = table, None
+        if self._refreshes % PROBE_EVERY == 0:
+            self._after_probe = table
+            self.dynamic_sd_lookup = [max(x) for x in zip(table, self._fixed, strict=True)]
 
     def _observe(self, offered: list[float], accepted: list[float]) -> None:
         seen = [offered, accepted]

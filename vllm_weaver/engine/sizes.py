@@ -22,8 +22,16 @@ from pathlib import Path
 PRIOR = 0.9
 #: Weight of the prior, in passes.
 PRIOR_PASSES = 32.0
-#: Share of earlier observations that a refresh keeps.
+#: Share of earlier observations of a node that a refresh with new ones keeps.
 MEMORY = 0.8
+#: Trees must promise this much more than plain decoding, which leaves room for what the times
+#: leave out: sampling, acceptance and commit.
+MARGIN = 1.02
+#: Refreshes from one probe of the largest trees, which keeps their acceptance known, to the next.
+PROBE_EVERY = 16
+#: A probe's seconds: below 1 % of the time between two, so that it costs less than half a percent
+#: where trees take twice as long as they are worth.
+PROBE_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
@@ -92,9 +100,14 @@ class Acceptance:
         self.accepted = self.accepted or [0.0] * self.nodes
 
     def add(self, offered: Sequence[float], accepted: Sequence[float]) -> None:
-        """Add what was seen since the last call, node 1 first; what came before fades."""
-        self.offered = [MEMORY * x + y for x, y in zip(self.offered, offered, strict=True)]
-        self.accepted = [MEMORY * x + y for x, y in zip(self.accepted, accepted, strict=True)]
+        """Add what was seen since the last call, node 1 first; what came before fades.
+
+        Of a node that was not offered the earlier observations stay: else the prior would return,
+        and with it trees that were given up for good reasons.
+        """
+        keep = [MEMORY if y else 1.0 for y in offered]
+        self.offered = [k * x + y for k, x, y in zip(keep, self.offered, offered, strict=True)]
+        self.accepted = [k * x + y for k, x, y in zip(keep, self.accepted, accepted, strict=True)]
 
     def probability(self, node: int) -> float:
         """Estimate of p_j, with the prior's weight."""

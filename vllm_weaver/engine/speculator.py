@@ -160,9 +160,13 @@ class WeaverSpeculator(DFlashSpeculator):
             num_reqs: of the batch, or of the graph that it is padded to. Sizes of graphs less than
                 double from one to the next, so the batch has more than half as many requests.
         """
+        fewest = num_reqs // 2 + 1
         if self.options.adapt:
-            return self.budget
-        rows = [rows for rows, most in self.widths.items() if most > num_reqs // 2]
+            # Any captured width whose rows have memory.
+            most_rows = max(rows * most for rows, most in self.widths.items())
+            rows = [rows for rows in self.widths if rows * fewest <= most_rows]
+        else:
+            rows = [rows for rows, most in self.widths.items() if most >= fewest]
         return max([1, *(x - 1 for x in rows)])
 
     def _noise(self, num_reqs: int) -> SharedNoise | None:

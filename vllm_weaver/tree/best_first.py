@@ -114,6 +114,8 @@ class Growth:
             num_nodes=grown.num_nodes,
             ancestors=self._ancestors[:, :num_rows],
         )
+        self._row_scores = torch.full_like(self._tokens, -torch.inf, dtype=torch.float32)
+        self._row_scores[:, 0] = 0.0
         self._own_bits = torch.nn.functional.pad(row_bits(num_rows, device), (0, 0, 0, 1))
         self._offsets_G = torch.arange(width, device=device)
         request_R = torch.arange(num_requests, dtype=torch.int32, device=device)
@@ -158,13 +160,15 @@ class Growth:
         self._parents.scatter_(1, rows_RG, parents_RG.int())
         self._depths.scatter_(1, rows_RG, depths_RG)
         self._ancestors.scatter_(1, rows_RG[:, :, None].expand(words), ancestors_RGW)
+        scores_RG = self.scores_RF.gather(1, places_RG)
+        self._row_scores.scatter_(1, rows_RG, scores_RG)
         self.tree.num_nodes += live_RG.sum(dim=1, dtype=torch.int32)
         return Group(
             live_RG=live_RG,
             rows_RG=rows_RG,
             tokens_RG=tokens_RG,
             depths_RG=depths_RG,
-            scores_RG=self.scores_RF.gather(1, places_RG),
+            scores_RG=scores_RG,
             places_RG=places_RG,
         )
 
@@ -191,13 +195,19 @@ class Growth:
         self._used = places.stop
 
     def finished_tree(self) -> DraftTree:
-        """The trees as they are now, in contiguous tensors."""
-        return DraftTree(
-            tokens=self.tree.tokens.contiguous(),
-            parents=self.tree.parents.contiguous(),
-            depths=self.tree.depths.contiguous(),
-            num_nodes=self.tree.num_nodes,
-            ancestors=self.tree.ancestors.contiguous(),
+        """The trees as they are now, rows by falling score and, at equal score, as placed.
+
+        No node scores above its parent, which was placed before it, so parents stay first.
+        """
+        rows_T = torch.arange(self._num_rows, device=self._tokens.device)
+        order_RT = stable_keys(self._row_scores[:, :-1]).argsort(dim=1)
+        rank_RT = torch.empty_like(order_RT).scatter_(1, order_RT, rows_T.expand_as(order_RT))
+        parents_RT = self.tree.parents.gather(1, order_RT)
+        above_RT = rank_RT.gather(1, parents_RT.clamp(min=0).long())
+        return DraftTree.from_parents(
+            self.tree.tokens.gather(1, order_RT),
+            torch.where(parents_RT < 0, -1, above_RT),
+            self.tree.num_nodes,
         )
 
     def _best_children(self, group: Group, expands_RG: Tensor) -> tuple[Tensor, Tensor]:

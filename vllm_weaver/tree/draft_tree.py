@@ -249,6 +249,21 @@ class DraftTree:
             ancestors=torch.where(live_RT[:, :, None], self.ancestors, 0),
         )
 
+    def padded(self, num_rows: int) -> DraftTree:
+        """The same trees in T = `num_rows` rows, no fewer than they have."""
+        more = num_rows - self.num_rows
+        if more == 0:
+            return self
+        pad = torch.nn.functional.pad
+        words = num_words(num_rows) - self.ancestors.shape[2]
+        return DraftTree(
+            tokens=pad(self.tokens, (0, more)),
+            parents=pad(self.parents, (0, more), value=-1),
+            depths=pad(self.depths, (0, more)),
+            num_nodes=self.num_nodes,
+            ancestors=pad(self.ancestors, (0, words, 0, more)),
+        )
+
     def ancestor_mask(self) -> Tensor:
         """[R, T, T] bool: entry (i, j) is set when j is i or an ancestor of i.
 

@@ -104,14 +104,14 @@ def place_best(
     depths_ptr,
     num_nodes_ptr,
     ancestors_ptr,
-    T: tl.constexpr,
+    LIMIT: tl.constexpr,
     G: tl.constexpr,
     GB: tl.constexpr,
     FB: tl.constexpr,
     W: tl.constexpr,
     WB: tl.constexpr,
 ):
-    """Pop the best G of the first `used` candidates and place them, as far as rows are left.
+    """Pop the best G of the first `used` candidates and place them, in rows below LIMIT.
 
     The first three pointers are the request's frontier [F], the others its tree's rows [T], its
     count and its words [T, W]. Returns live, row, token, depth, score and parent, each [GB], live
@@ -140,7 +140,7 @@ def place_best(
 
     placed = tl.load(num_nodes_ptr)
     row = placed + g
-    live = popped & (row < T)
+    live = popped & (row < LIMIT)
     token = tl.load(frontier_tokens_ptr + place, mask=live, other=0)
     parent = tl.load(frontier_parents_ptr + place, mask=live, other=0)
     depth = tl.load(depths_ptr + parent, mask=live, other=0) + 1

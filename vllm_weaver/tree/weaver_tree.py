@@ -40,7 +40,7 @@ def build_weaver_tree(
     |                 |        |         | None, never more than the budget                    |
     | children        |        | int     | C, an expanded node's candidates on the frontier    |
     | full_pools      |        | bool    | promise: each pool has C candidates above -inf      |
-    | returns         | [R, T] |         | trees whose rows stand in the order of placing      |
+    | returns         | [R, T] |         | trees whose rows stand by falling score             |
 
     The root is expanded first. Each round pops the best G candidates of the frontier, places
     them in falling order, expands them together and puts the best C children of each on the
@@ -50,7 +50,10 @@ def build_weaver_tree(
     Scores are float32 sums of log-probabilities from the root down, where a log-probability above
     0 counts as 0. At equal score the candidate inserted first wins: earlier rounds before later
     ones, then the parents in the order of their placing, then a node's children by falling
-    log-probability, then by index in the pool.
+    log-probability, then by index in the pool. Rows of equal score stand in the order of placing.
+
+    With G above 1, a group holds nodes that are worse than some still to come, and the first groups
+    reach no depth: rows in order of score make the first of them a good tree of their own.
 
     The frontier can hold fewer than G candidates (few children, pools with -inf), which costs
     more rounds than ceil(budget / G). A CPU stops when the trees are complete. On other devices,

@@ -255,6 +255,7 @@ def _grow(
     keys_ptr,
     frontier_tokens_ptr,
     frontier_parents_ptr,
+    row_scores_ptr,
     token_rows_ptr,
     positions_ptr,
     tokens_ptr,
@@ -296,6 +297,7 @@ def _grow(
     F: tl.constexpr,
     FB: tl.constexpr,
     T: tl.constexpr,
+    LIMIT: tl.constexpr,
     W: tl.constexpr,
     WB: tl.constexpr,
     D: tl.constexpr,
@@ -311,7 +313,8 @@ def _grow(
 
     With NOISE, log-probabilities become those of being drawn by a sampler of that noise
     (`ops.noise.drawn`). The children go to the frontier from place `first` on; the G best
-    candidates of the whole frontier are placed and prepared for the next round.
+    candidates of the whole frontier are placed, as far as there are rows below LIMIT, and prepared
+    for the next round.
     """
     own = r * G + tl.arange(0, GB)
     L: tl.constexpr = PB if PB < 128 else 128
@@ -351,10 +354,11 @@ def _grow(
     live, row, token, placed_depth, total, parent, placed = place_best(
         *(keys, frontier_tokens, frontier_parents, first + G * C),
         *(tokens_ptr + r * T, parents_ptr + r * T, depths_ptr + r * T, num_nodes_ptr + r),
-        *(ancestors_ptr + r * T * W, T, G, GB, FB, W, WB),
+        *(ancestors_ptr + r * T * W, LIMIT, G, GB, FB, W, WB),
     )
+    tl.store(row_scores_ptr + r * T + row, total, mask=live)
     # A full tree has no use for further children.
-    leaf_depth = D * (placed < T).to(tl.int32)
+    leaf_depth = D * (placed < LIMIT).to(tl.int32)
     _prepare_nodes(
         *(r, live & (placed_depth < leaf_depth), row, token, placed_depth, total, parent),
         *(token_rows_ptr, positions_ptr, node_ptr, depth_ptr, score_ptr, position_ptr),
@@ -377,6 +381,7 @@ def score_and_grow_kernel(
     keys_ptr,
     frontier_tokens_ptr,
     frontier_parents_ptr,
+    row_scores_ptr,
     token_rows_ptr,
     positions_ptr,
     tokens_ptr,
@@ -427,6 +432,7 @@ def score_and_grow_kernel(
     F: tl.constexpr,
     FB: tl.constexpr,
     T: tl.constexpr,
+    LIMIT: tl.constexpr,
     W: tl.constexpr,
     WB: tl.constexpr,
     D: tl.constexpr,
@@ -462,11 +468,11 @@ def score_and_grow_kernel(
         tl.store(ticket_ptr + r, 0)
         _grow(
             *(r, node, own_depth, score, ids_ptr, scores_ptr, keys_ptr, frontier_tokens_ptr),
-            *(frontier_parents_ptr, token_rows_ptr, positions_ptr, tokens_ptr, parents_ptr),
-            *(depths_ptr, num_nodes_ptr, ancestors_ptr, node_ptr, depth_ptr, score_ptr),
-            *(position_ptr, count_ptr, slot_ptr, path_ptr, row_paths_ptr, x_ptr, scaled_ptr),
-            *(scale_ptr, squares_ptr, noise_ptr, temperature_ptr, top_k_ptr, top_p_ptr),
-            *(min_p_ptr, ids_stride_r, ids_stride_d, noise_stride_r, noise_stride_d, stride),
-            *(first, weight, penalty, NOISE, HALVINGS, P, PB, C, CB, F, FB, T, W, WB, D, DB),
-            *(G, GB, E, EB, STREAM, POSITIONS),
+            *(frontier_parents_ptr, row_scores_ptr, token_rows_ptr, positions_ptr, tokens_ptr),
+            *(parents_ptr, depths_ptr, num_nodes_ptr, ancestors_ptr, node_ptr, depth_ptr),
+            *(score_ptr, position_ptr, count_ptr, slot_ptr, path_ptr, row_paths_ptr, x_ptr),
+            *(scaled_ptr, scale_ptr, squares_ptr, noise_ptr, temperature_ptr, top_k_ptr),
+            *(top_p_ptr, min_p_ptr, ids_stride_r, ids_stride_d, noise_stride_r, noise_stride_d),
+            *(stride, first, weight, penalty, NOISE, HALVINGS, P, PB, C, CB, F, FB, T, LIMIT),
+            *(W, WB, D, DB, G, GB, E, EB, STREAM, POSITIONS),
         )

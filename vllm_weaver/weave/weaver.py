@@ -37,6 +37,7 @@ from vllm_weaver.adapter.triton import (
 from vllm_weaver.ops.noise.drawn import HALVINGS
 from vllm_weaver.tree.best_first import check_growth
 from vllm_weaver.tree.draft_tree import DraftTree, check_budget, num_words
+from vllm_weaver.tree.rank_triton import rank_rows
 from vllm_weaver.tree.shared_noise import CONDITIONAL_WEIGHT, OUTSIDE_PENALTY, SharedNoise
 from vllm_weaver.tree.weaver_tree import group_width, most_rounds
 from vllm_weaver.weave.triton import score_and_grow_kernel, start_kernel
@@ -112,12 +113,13 @@ class TreeWeaver:
                 f"1 to {MAX_POOL} candidates"
             )
         self.max_requests, self.budget, self.pool = max_requests, check_budget(budget), pool
+        self._expansion_width = expansion_width
         self.width = group_width(budget, expansion_width)
         roots = torch.full((max_requests,), -1, dtype=torch.int32, device=device)
         check_growth(roots, config.depth, self.width, children)
         self._children = min(children, pool)
-        self.rounds = most_rounds(budget, config.depth, self.width, children, full_pools)
         self._full_pools = full_pools
+        self.rounds = self.shape_for(budget)[1]
         self._overlap = can_overlap(device) if overlap is None else overlap
         self._tilings, self._score_tilings = tilings, score_tilings
         self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] | None = (
@@ -130,7 +132,8 @@ class TreeWeaver:
         most = max(nodes, prefix)
         r, depth = config.d_rank, config.depth
         self._stride = depth + 1 + rows
-        places = self.rounds * self.width * self._children
+        shapes = [self.shape_for(count) for count in range(1, rows)]
+        places = max(width * rounds for width, rounds in shapes) * self._children
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -140,11 +143,16 @@ class TreeWeaver:
 
         self._h_ver = empty(max_requests, config.d_model, dtype=dtype)
         self._roots = roots
-        self._tree = (
-            *(index(max_requests, rows), index(max_requests, rows), index(max_requests, rows)),
-            index(max_requests),
-            empty(max_requests, rows, words, dtype=torch.int64),
+        # As grown, and with rows by falling score.
+        self._tree, self._ranked = (
+            (
+                *(index(max_requests, rows), index(max_requests, rows), index(max_requests, rows)),
+                index(max_requests),
+                empty(max_requests, rows, words, dtype=torch.int64),
+            )
+            for _ in range(2)
         )
+        self._row_scores = empty(max_requests, rows)
         self._frontier = (
             empty(max_requests, places, dtype=torch.int64),
             index(max_requests, places),
@@ -229,8 +237,8 @@ class TreeWeaver:
           nothing else is read and whose tree has no row |
         | `noise` | [R, D, P] | of the sampler, for the candidates, whose nodes are then ranked by
           their chance to be drawn (`SharedNoise.expanding`); None: by probability |
-        | `nodes` | int | rounds end once every tree has as many nodes below its root, or is
-          complete; None: `budget` |
+        | `nodes` | int | nodes below the root, `budget` at most and if None: trees as of such a
+          budget, in rows of T |
         | returns | [R, T] | trees in this object's buffers, valid until the next call |
 
         Nothing is read back to the host and nothing allocated. Where graphs are used, the first
@@ -240,7 +248,9 @@ class TreeWeaver:
         """
         requests = root_tokens_R.shape[0]
         self._check(h_ver_Rd, h_draft_RDd, candidate_ids_RDP, candidate_logits_RDP, requests)
-        rounds = self.rounds if nodes is None else self.rounds_for(nodes)
+        nodes = self.budget if nodes is None else nodes
+        if not 1 <= nodes <= self.budget:
+            raise ValueError(f"nodes is {nodes}: pass 1 to the budget, {self.budget}")
         arrays: tuple[Tensor, ...] = (h_draft_RDd, candidate_ids_RDP, candidate_logits_RDP)
         if noise is not None:
             self._check_noise(noise, requests)
@@ -249,33 +259,32 @@ class TreeWeaver:
             self._h_ver[:requests].copy_(h_ver_Rd)
             self._roots[:requests].copy_(root_tokens_R)
             if self._graphs is None or torch.cuda.is_current_stream_capturing():
-                self._launch(requests, rounds, *arrays)
+                self._launch(requests, nodes, *arrays)
             else:
-                self._replay(requests, rounds, arrays)
-        tokens, parents, depths, num_nodes, ancestors = (part[:requests] for part in self._tree)
+                self._replay(requests, nodes, arrays)
+        tokens, parents, depths, num_nodes, ancestors = (part[:requests] for part in self._ranked)
         return DraftTree(tokens, parents, depths, num_nodes, ancestors)
 
-    def rounds_for(self, nodes: int) -> int:
-        """Rounds that give every tree its first `nodes` nodes, 1 to `budget`."""
-        if not 1 <= nodes <= self.budget:
-            raise ValueError(f"nodes is {nodes}: pass 1 to the budget, {self.budget}")
-        depth, full = self._adapter.config.depth, self._full_pools
-        return most_rounds(nodes, depth, self.width, self._children, full)
+    def shape_for(self, nodes: int) -> tuple[int, int]:
+        """Nodes popped per round, and rounds, that grow trees of `nodes` below the root."""
+        width = group_width(nodes, self._expansion_width)
+        depth, children = self._adapter.config.depth, self._children
+        return width, most_rounds(nodes, depth, width, children, self._full_pools)
 
-    def _replay(self, requests: int, rounds: int, arrays: tuple[Tensor, ...]) -> None:
+    def _replay(self, requests: int, nodes: int, arrays: tuple[Tensor, ...]) -> None:
         assert self._graphs is not None
         padded = triton.next_power_of_2(requests) if requests <= 8 else -(-requests // 8) * 8
         padded = min(padded, self.max_requests)
         self._roots[requests:padded].fill_(-1)
-        key = (padded, rounds, *((x.data_ptr(), x.dtype, x.stride()) for x in arrays))
+        key = (padded, nodes, *((x.data_ptr(), x.dtype, x.stride()) for x in arrays))
         graph = self._graphs.get(key)
         if graph is None:
             # Once outside a capture, since the first launch of a kernel compiles and loads it.
-            self._launch(padded, rounds, *arrays)
+            self._launch(padded, nodes, *arrays)
             graph = torch.cuda.CUDAGraph()
             # Other threads of the process may use the device meanwhile.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                self._launch(padded, rounds, *arrays)
+                self._launch(padded, nodes, *arrays)
             if len(self._graphs) >= MAX_GRAPHS:
                 self._graphs.pop(next(iter(self._graphs)))
             self._graphs[key] = graph
@@ -284,18 +293,21 @@ class TreeWeaver:
     def _launch(
         self,
         R: int,
-        rounds: int,
+        nodes: int,
         h_draft_RDd: Tensor,
         ids_RDP: Tensor,
         logits_RDP: Tensor,
         *noise: Tensor,
     ) -> None:
-        self.launches = 0
-        self._start(R, h_draft_RDd)
+        self.launches = 1
+        width, rounds = self.shape_for(nodes)
+        self._start(R, h_draft_RDd, width)
         self._run_prefix(R)
         for step in range(rounds):
-            query, squares = self._run_nodes(R)
-            self._score_and_grow(R, step, query, squares, ids_RDP, logits_RDP, noise)
+            query, squares = self._run_nodes(R, width)
+            entries = (query, squares, ids_RDP, logits_RDP, noise)
+            self._score_and_grow(R, step, *entries, width=width, nodes=nodes)
+        rank_rows(self._row_scores, self._tree, self._ranked, R)
 
     def _node_arguments(self) -> tuple[Tensor, ...]:
         positions = self._token_rows if self._positions is None else self._positions
@@ -313,7 +325,7 @@ class TreeWeaver:
         adapter = self._adapter
         return _norm(adapter.blocks[0].norm_attn if self._projected else adapter.embed_norm)
 
-    def _sizes(self) -> dict[str, Any]:
+    def _sizes(self, group: int) -> dict[str, Any]:
         rows, depth, words = self.budget + 1, self._adapter.config.depth, self._tree[4].shape[2]
         width = self._node_scaled.shape[1]
         return {
@@ -322,8 +334,8 @@ class TreeWeaver:
             "WB": triton.next_power_of_2(words),
             "D": depth,
             "DB": triton.next_power_of_2(depth),
-            "G": self.width,
-            "GB": triton.next_power_of_2(self.width),
+            "G": group,
+            "GB": triton.next_power_of_2(group),
             "E": width,
             "EB": min(2048, triton.next_power_of_2(width)),
             "STREAM": self._projected,
@@ -333,7 +345,7 @@ class TreeWeaver:
             **({"launch_pdl": True} if self._overlap else {}),
         }
 
-    def _start(self, R: int, h_draft_RDd: Tensor) -> None:
+    def _start(self, R: int, h_draft_RDd: Tensor, width: int) -> None:
         config = self._adapter.config
         self.launches += 1
         start_kernel[(config.depth + 2, R)](
@@ -344,7 +356,7 @@ class TreeWeaver:
             WIDTH=config.d_model,
             WIDTHB=triton.next_power_of_2(config.d_model),
             num_warps=4,
-            **self._sizes(),
+            **self._sizes(width),
         )
 
     def _linear(
@@ -395,10 +407,10 @@ class TreeWeaver:
                     cache=(self._kv[layer], self._prefix_slot),
                 )
 
-    def _run_nodes(self, R: int) -> tuple[Tensor, tuple[Tensor, int] | None]:
+    def _run_nodes(self, R: int, width: int) -> tuple[Tensor, tuple[Tensor, int] | None]:
         """The node step of all entries: queries, with their squares where a norm is to come."""
         adapter = self._adapter
-        rows = R * self.width
+        rows = R * width
         x, scaled, squares, J = self._node_x, self._node_scaled, self._node_squares, 1
         if not self._projected:
             x, out_squares = self._x[0], self._squares[0]
@@ -413,7 +425,7 @@ class TreeWeaver:
                 out_squares=out_squares,
             )
             scaled, squares = self._scaled, out_squares
-        cache = (self._slot, self._count, self.width)
+        cache = (self._slot, self._count, width)
         for layer in range(adapter.config.num_layers):
             x, squares, J = self._run_block(rows, layer, x, scaled, (squares, J), *cache)
             scaled = self._scaled
@@ -497,6 +509,9 @@ class TreeWeaver:
         ids_RDP: Tensor,
         logits_RDP: Tensor,
         noise: tuple[Tensor, ...],
+        *,
+        width: int,
+        nodes: int,
     ) -> None:
         self.launches += 1
         # Without noise the kernel reads none of these.
@@ -504,15 +519,17 @@ class TreeWeaver:
         norm = _norm(self._adapter.out_norm)
         squares, J = squares_JN if squares_JN is not None else (query, 0)
         places = self._frontier[0].shape[1]
-        rows, inputs = R * self.width, query.shape[1]
-        tiling = choose_scores(inputs, R, self.width, self.pool, self._score_tilings)
+        rows, inputs = R * width, query.shape[1]
+        tiling = choose_scores(inputs, R, width, self.pool, self._score_tilings)
         score_and_grow_kernel[(triton.cdiv(self.pool, tiling.candidates), rows)](
             *(query, norm.weight, norm.bias, squares, self._pool_rows, ids_RDP, logits_RDP),
-            *(self._scores, self._request_ticket, *self._frontier, *self._node_arguments()),
+            *(self._scores, self._request_ticket, *self._frontier, self._row_scores),
+            *self._node_arguments(),
             *(*drawn_by, *ids_RDP.stride()[:2], *logits_RDP.stride()[:2]),
             *(*drawn_by[0].stride()[:2], self._stride),
-            *(step * self.width * self._children, rows, norm.eps),
+            *(step * width * self._children, rows, norm.eps),
             *(CONDITIONAL_WEIGHT, OUTSIDE_PENALTY),
+            LIMIT=nodes + 1,
             NOISE=bool(noise),
             HALVINGS=HALVINGS,
             P=self.pool,
@@ -527,7 +544,7 @@ class TreeWeaver:
             F=places,
             FB=triton.next_power_of_2(places),
             num_warps=tiling.num_warps,
-            **self._sizes(),
+            **self._sizes(width),
         )
 
     def _linears(self) -> Iterator[tuple[bool, int, int, bool]]:
@@ -550,7 +567,7 @@ class TreeWeaver:
         prefix = self._adapter.config.depth + 1
         for R in range(1, self.max_requests + 1):
             for _, inputs, outputs, gated in self._linears():
-                for rows in (R * prefix, R * self.width):
+                for rows in (R * prefix, *(R * width for width in range(1, self.width + 1))):
                     tiling = choose_tiling(
                         rows, inputs, outputs, self._adapter.dtype, gated, self._tilings
                     )
