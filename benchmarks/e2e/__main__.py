@@ -179,7 +179,7 @@ def bench(
         arms=chosen,
         cells=cells,
         models=models,
-        cache=CacheShape.of(config, drafter_config, itemsize),
+        cache=CacheShape.of(config, drafter_config, itemsize, side_by_side=device == "cuda"),
         room=Room(
             device_bytes() if device == "cuda" else None,
             weight_bytes(config, itemsize),

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import benchmarks.expand.loader  # noqa: F401
+from benchmarks.e2e.memory import blocks_of
 
 #: What a trace tells apart: range, owner, and its method, where an engine has it.
 _RANGES = (
@@ -20,6 +21,9 @@ _RANGES = (
     ("benchmark.sampler", "", "sample"),
     ("benchmark.commit", "model_state", "postprocess_state"),
 )
+
+#: Lengths of sequences, in tokens, whose cache is reported.
+_CONTEXTS = (1024, 4096, 16384)
 
 
 class BenchmarkExtension:
@@ -58,18 +62,20 @@ class BenchmarkExtension:
                 if storage.data_ptr() not in theirs:
                     seen[storage.data_ptr()] = storage.nbytes()
         config = runner.kv_cache_config
-        states = caches = 0
-        for group in config.kv_cache_groups:
-            spec = group.kv_cache_spec
-            if hasattr(spec, "num_speculative_blocks"):
-                each = spec.page_size_bytes * len(group.layer_names)
-                states += each * (1 + spec.num_speculative_blocks)
-        caches = sum(tensor.size for tensor in config.kv_cache_tensors)
+        blocks = blocks_of(config)
+        drafts = self.vllm_config.num_speculative_tokens
+        fresh = 2 * drafts + 1 if drafts else 0
         found = {
             "weight_bytes": sum(seen.values()),
-            "cache_bytes": caches,
+            "cache_bytes": blocks.nbytes * config.num_blocks,
             "cache_blocks": config.num_blocks,
-            "state_bytes_per_sequence": states,
+            "cache_block_tokens": blocks.tokens,
+            "cache_layout": config.kv_cache_layout,
+            "cache_groups": [len(group.layer_names) for group in config.kv_cache_groups],
+            "state_bytes_per_sequence": blocks.states * blocks.nbytes,
+            "cache_bytes_per_sequence": {
+                str(tokens): blocks.sequence_bytes(tokens + fresh) for tokens in _CONTEXTS
+            },
         }
         if torch.cuda.is_available():
             free, total = torch.cuda.mem_get_info()

@@ -2,7 +2,8 @@
 """Bytes that an engine needs, from a target's configuration: an estimate, made before any start.
 
 vLLM puts all layers' caches into blocks of one size: a block of an attention group holds as many
-tokens as fill one recurrent state. Measured sizes are in the results beside these.
+tokens as fill one recurrent state in each of its layers. Measured sizes are in the results beside
+these.
 """
 
 from __future__ import annotations
@@ -29,6 +30,9 @@ class CacheShape:
         state_bytes: recurrent state of one GDN layer, float32.
         conv_bytes: one row of its convolution's window.
         conv_rows: rows of that window without speculation.
+        drafter_token_bytes: key and value of one token in one layer of the drafter.
+        alike: whether the drafter has the target's heads, so that one group can hold both.
+        side_by_side: whether the plugin's blocks hold layers side by side, as on a GPU.
     """
 
     attention_layers: int
@@ -38,10 +42,17 @@ class CacheShape:
     state_bytes: int
     conv_bytes: int
     conv_rows: int
+    drafter_token_bytes: int
+    alike: bool
+    side_by_side: bool = True
 
     @classmethod
     def of(
-        cls, target: Mapping[str, Any], drafter: Mapping[str, Any] | None, itemsize: int
+        cls,
+        target: Mapping[str, Any],
+        drafter: Mapping[str, Any] | None,
+        itemsize: int,
+        side_by_side: bool = True,
     ) -> CacheShape:
         """From the `config.json` of both."""
         text = target.get("text_config", target)
@@ -50,40 +61,107 @@ class CacheShape:
         key = text.get("linear_num_key_heads", 0) * text.get("linear_key_head_dim", 0)
         values = text.get("linear_num_value_heads", 0)
         value = values * text.get("linear_value_head_dim", 0)
+        heads, drafts = (
+            (0, 0) if x is None else (x["num_key_value_heads"], x["head_dim"])
+            for x in (text, drafter)
+        )
         return cls(
             attention_layers=len(kinds) - gdn,
             gdn_layers=gdn,
             drafter_layers=0 if drafter is None else drafter["num_hidden_layers"],
-            token_bytes=2 * text["num_key_value_heads"] * text["head_dim"] * itemsize,
+            token_bytes=2 * math.prod(heads) * itemsize,
             state_bytes=value * text.get("linear_key_head_dim", 0) * 4,
             conv_bytes=(2 * key + value) * itemsize,
             conv_rows=text.get("linear_conv_kernel_dim", 1) - 1,
+            drafter_token_bytes=2 * math.prod(drafts) * itemsize,
+            alike=heads == drafts,
+            side_by_side=side_by_side,
         )
 
-    def sequence_bytes(self, tokens: int, rows: int, states: int, draft: bool) -> int:
-        """Cache of one sequence of `tokens` that keeps `states` states; `rows` a pass drafts."""
+    def blocks(self, kind: str, rows: int) -> Blocks:
+        """The blocks of an arm's cache, of whose passes each drafts `rows`."""
+        draft = self.drafter_layers if kind != "ar" else 0
+        states = 1 + rows if kind == "stock" else 1
         if not self.gdn_layers:
-            layers = self.attention_layers + draft * self.drafter_layers
-            blocks = math.ceil((tokens + rows) / _BLOCK_TOKENS)
-            return blocks * _BLOCK_TOKENS * layers * self.token_bytes
-        page = self.state_bytes + (self.conv_rows + rows) * self.conv_bytes
-        block = _BLOCK_TOKENS * math.ceil(page / self.token_bytes / _BLOCK_TOKENS)
-        group = min(self.attention_layers, self.gdn_layers)
-        groups = math.ceil(self.attention_layers / group)
-        groups += draft * math.ceil(self.drafter_layers / group)
-        blocks = math.ceil(self.gdn_layers / group) * states
-        blocks += math.ceil((tokens + 2 * rows) / block) * groups
-        return blocks * group * block * self.token_bytes
+            token = self.attention_layers * self.token_bytes + draft * self.drafter_token_bytes
+            return Blocks(_BLOCK_TOKENS, _BLOCK_TOKENS * token, 1, 0)
+        wide = self.conv_rows + (rows if kind == "stock" else 0)
+        page = self.state_bytes + wide * self.conv_bytes
+        if draft and kind != "stock" and self.side_by_side:
+            groups = math.ceil(self.gdn_layers / min(self.gdn_layers, self.attention_layers))
+            token = self.attention_layers * self.token_bytes + draft * self.drafter_token_bytes
+            held = math.ceil(self.gdn_layers / groups) * _round_up(page, 256)
+            tokens = _round_up(math.ceil(held / token), _BLOCK_TOKENS)
+            return Blocks(tokens, tokens * token, 1, groups)
+        tokens = _round_up(math.ceil(page / self.token_bytes), _BLOCK_TOKENS)
+        attention = [self.attention_layers, draft]
+        if self.alike:
+            attention = [sum(attention)]
+        counts = [count for count in (*attention, self.gdn_layers) if count]
+        # As many layers to a group as the rarest kind has, unless none has half as many again.
+        group = max(counts) if max(counts) < 1.5 * min(counts) else min(counts)
+        return Blocks(
+            tokens,
+            group * tokens * self.token_bytes,
+            sum(math.ceil(count / group) for count in attention),
+            math.ceil(self.gdn_layers / group) * states,
+        )
+
+    def sequence_bytes(self, kind: str, rows: int, tokens: int) -> int:
+        """Cache of one sequence of `tokens`, without prefix caching; `rows` a pass drafts.
+
+        vLLM's own speculation keeps a state for each drafted token, the plugin one in all. A
+        drafter whose page is not the target's is taken to be padded to it.
+        """
+        fresh = 0 if kind == "ar" else 2 * rows + 1
+        return self.blocks(kind, rows).sequence_bytes(tokens + fresh)
 
     def cache_bytes(self, kind: str, rows: int, batch: int, tokens: int) -> int:
-        """Cache that an arm needs to run `batch` sequences at once.
-
-        vLLM's own speculation keeps a state for each drafted token, the plugin one in all.
-        """
-        states = 1 + rows if kind == "stock" else 1
-        draft = kind != "ar"
-        one = self.sequence_bytes(tokens, rows, states, draft)
+        """Cache that an arm needs to run `batch` sequences at once."""
+        one = self.sequence_bytes(kind, rows, tokens)
         return (batch + _SLACK_SEQUENCES) * one + (64 << 20)
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Cache blocks that all layers share.
+
+    Attributes:
+        tokens: that one holds for a group of attention layers.
+        nbytes: of one block.
+        attention: blocks that a sequence takes for so many tokens.
+        states: blocks of recurrent states that it takes whatever its length.
+    """
+
+    tokens: int
+    nbytes: int
+    attention: int
+    states: int
+
+    def sequence_bytes(self, tokens: int) -> int:
+        """Bytes that a sequence of so many tokens takes, fresh rows counted."""
+        return (self.states + math.ceil(tokens / self.tokens) * self.attention) * self.nbytes
+
+
+def blocks_of(config: Any) -> Blocks:
+    """The blocks of an engine, from vLLM's `KVCacheConfig`."""
+    attention = states = 0
+    tokens = 1
+    for group in config.kv_cache_groups:
+        spec = group.kv_cache_spec
+        spec = getattr(spec, "first_spec", spec)
+        if hasattr(spec, "num_speculative_blocks"):
+            kept = 2 if spec.mamba_cache_mode == "align" else 1
+            states += kept + spec.num_speculative_blocks
+        else:
+            attention, tokens = attention + 1, max(tokens, spec.block_size)
+    # Groups lie over one another: every tensor has the size of the one allocation.
+    size = max(tensor.size for tensor in config.kv_cache_tensors)
+    return Blocks(tokens, size // config.num_blocks, attention, states)
+
+
+def _round_up(number: int, base: int) -> int:
+    return math.ceil(number / base) * base
 
 
 def weight_bytes(target: Mapping[str, Any], itemsize: int) -> int:

@@ -84,6 +84,11 @@ def summary(results: Results) -> dict[str, Any]:
             batch = record["options"]["max_num_seqs"]
             states = memory["state_bytes_per_sequence"] - base["state_bytes_per_sequence"]
             entry["state_bytes_per_sequence_beyond_ar"] = states
+            caches = memory.get("cache_bytes_per_sequence", {})
+            entry["cache_bytes_per_sequence_beyond_ar"] = {
+                tokens: taken - base["cache_bytes_per_sequence"][tokens]
+                for tokens, taken in caches.items()
+            }
             if "other_bytes" in memory:
                 scratch = memory["other_bytes"] - base["other_bytes"]
                 entry["scratch_bytes_beyond_ar"] = scratch

@@ -112,9 +112,9 @@ def test_cells_cover_both_axes_before_the_corners() -> None:
 def test_a_state_for_each_draft_dominates_the_cache_of_stock_speculation() -> None:
     shape = CacheShape.of(config_27b(), drafter_27b(), 2)
     assert shape.state_bytes * shape.gdn_layers == pytest.approx(151e6, rel=0.01)
-    stock = shape.sequence_bytes(1280, 15, 17, True)
-    ours = shape.sequence_bytes(1280, 63, 2, True)
-    assert stock > 17 * shape.state_bytes * shape.gdn_layers
+    stock = shape.sequence_bytes("stock", 15, 1280)
+    ours = shape.sequence_bytes("weaver", 63, 1280)
+    assert stock > 16 * shape.state_bytes * shape.gdn_layers
     assert ours < stock / 3
     assert shape.cache_bytes("ar", 0, 4, 1280) < shape.cache_bytes("ar", 0, 16, 1280)
     assert weight_bytes(config_27b(), 2) == pytest.approx(53.8e9, rel=0.01)
@@ -235,7 +235,12 @@ class FakeEngine:
             raise EngineError(f"{self.name}: no", self.name)
         self.options = options
         states = {"ar": 1, "stock-7": 8}.get(self.name, 2)
-        memory = {"state_bytes_per_sequence": states * 100, "weight_bytes": 1, "cache_bytes": 1}
+        memory = {
+            "state_bytes_per_sequence": states * 100,
+            "cache_bytes_per_sequence": {"1024": states * 200},
+            "weight_bytes": 1,
+            "cache_bytes": 1,
+        }
         return {"start_seconds": 1.0, "memory": memory, "graphs": {"cudagraph_mode": "FULL"}}
 
     def begin(self, prompts: list[list[int]], tokens: int, **_: Any) -> dict[str, Any]:
@@ -350,6 +355,7 @@ def test_ratios_go_by_way_of_the_ar_of_the_same_run(
     assert results.traces["ar"]["cell"] == "b1-c16-t0"
     engines = summary(results)["engines"]
     assert engines["weaver-63"]["state_bytes_per_sequence_beyond_ar"] == 100
+    assert engines["weaver-63"]["cache_bytes_per_sequence_beyond_ar"] == {"1024": 200}
 
 
 def test_engines_over_one_copy_of_the_weights_go_on_without_one_that_fails(

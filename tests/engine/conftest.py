@@ -66,3 +66,20 @@ def trees_of(tiny_models: dict[str, Path]) -> Callable[..., TreeEngine]:
 def trees(trees_of: Callable[..., TreeEngine], target: str) -> TreeEngine:
     """The shared tree engine of the target: budget 12, drafter of depth 7, no prefix caching."""
     return trees_of(target)
+
+
+@pytest.fixture
+def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cache blocks whose layers lie side by side, for engines that a test starts.
+
+    A CPU's attention kernels read them as well, though vLLM does not list the layout for them; here
+    they say so, which makes a CPU run what a GPU runs.
+    """
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from vllm_weaver.engine.attention_cpu import TreeCPUAttentionBackend
+
+    layouts = (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+    monkeypatch.setattr(
+        TreeCPUAttentionBackend, "supported_kv_cache_layouts", classmethod(lambda cls: layouts)
+    )

@@ -20,7 +20,7 @@ from msgspec.structs import asdict
 from oracle import OracleProposer
 from vllm import LLM, SamplingParams
 from vllm.platforms.cpu import CpuPlatform
-from vllm.v1.kv_cache_interface import MambaSpec
+from vllm.v1.kv_cache_interface import MambaSpec, iter_layer_specs
 
 VOCAB_SIZE = 512
 BUDGET = 12
@@ -170,7 +170,7 @@ class Engine:
         layers = runner.vllm_config.compilation_config.static_forward_context
         states = {}
         for number, group in enumerate(runner.kv_cache_config.kv_cache_groups):
-            if isinstance(group.kv_cache_spec, MambaSpec):
+            if any(isinstance(x, MambaSpec) for x in iter_layer_specs(group.kv_cache_spec)):
                 slot = runner.block_tables.block_tables[number].gpu[index, column]
                 for name in group.layer_names:
                     states[name] = [cache[slot].clone() for cache in layers[name].kv_cache]

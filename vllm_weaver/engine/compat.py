@@ -72,6 +72,14 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model": ("profile_only",),
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner": (),
+    "vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec": (),
+    "vllm.v1.worker.worker_base:WorkerBase.get_supported_kv_cache_layouts": (),
+    "vllm.platforms.interface:Platform.update_block_size_for_backend": ("vllm_config",),
+    "vllm.distributed.kv_transfer.kv_connector.utils:get_current_attn_backends": (
+        "vllm_config",
+        "layer_names",
+    ),
+    "vllm.v1.attention.backend:AttentionBackend.supports_block_size": ("block_size",),
     "vllm.v1.worker.gpu.model_states.default:DefaultModelState.prepare_attn": (
         "input_batch",
         "cudagraph_mode",
@@ -342,7 +350,18 @@ FIELDS: dict[str, tuple[str, ...]] = {
         "_num_computed_tokens_cache",
         "_token_to_req_indices_cache",
     ),
-    "vllm.v1.kv_cache_interface:MambaSpec": ("block_size", "num_speculative_blocks"),
+    "vllm.v1.kv_cache_interface:MambaSpec": (
+        "block_size",
+        "num_speculative_blocks",
+        "page_size_padded",
+    ),
+    "vllm.config.cache:CacheConfig": (
+        "block_size",
+        "mamba_block_size",
+        "mamba_cache_mode",
+        "mamba_page_size_padded",
+        "user_specified_block_size",
+    ),
 }
 
 #: Attributes that a class of vLLM gives its instances, and that are read or written here.
@@ -368,6 +387,8 @@ ATTRIBUTES: dict[str, tuple[str, ...]] = {
         "self.query_cudagraph_manager",
     ),
     "vllm.v1.worker.gpu.cudagraph_utils:CudaGraphManager": ("self.graphs",),
+    "vllm.v1.kv_cache_layout:KVCacheLayout": ("is_block_outermost", "is_block_compact"),
+    "vllm.v1.kv_cache_interface:MambaSpec": ("def real_page_size_bytes",),
     "vllm.v1.core.sched.scheduler:Scheduler": (
         "self.dynamic_sd_lookup",
         "self.max_num_running_reqs",

@@ -11,6 +11,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 from vllm_weaver.engine import compat
+from vllm_weaver.engine.blocks import layouts_for_trees, specs_for_trees
 from vllm_weaver.engine.speculator import WeaverSpeculator
 from vllm_weaver.engine.stats import times_file
 
@@ -65,7 +66,20 @@ class TreeWorkerMixin(_Worker):
 
     def __init__(self, vllm_config: Any, *args: Any, **kwargs: Any):
         compat.install_layers()
+        # Before vLLM fits it to the states.
+        self._block_size = vllm_config.cache_config.block_size
         super().__init__(vllm_config, *args, **kwargs)
+
+    def get_kv_cache_spec(self) -> dict[str, Any]:
+        """Cache specs of all layers, without the room that vLLM leaves in states for drafts."""
+        supported = super().get_supported_kv_cache_layouts()
+        return specs_for_trees(
+            self.vllm_config, self._block_size, supported, super().get_kv_cache_spec
+        )
+
+    def get_supported_kv_cache_layouts(self) -> list[str]:
+        """Names of the layouts that vLLM may choose from, the best first."""
+        return layouts_for_trees(self.vllm_config, super().get_supported_kv_cache_layouts())
 
     def weaver_stats(self, reset: bool = False) -> dict[str, Any]:
         """Counters of tree decoding; call with ``LLM.collective_rpc("weaver_stats")``.
