@@ -88,7 +88,10 @@ def bench(
         int | None, typer.Option(help="leave out points with more prompt tokens in all")
     ] = None,
     tokens: Annotated[int, typer.Option(help="most tokens of a request")] = 256,
-    rounds: Annotated[int, typer.Option(help="turns of each engine in a cell")] = 4,
+    requests: Annotated[
+        int, typer.Option(help="least requests of a point: small batches run one after another")
+    ] = 4,
+    rounds: Annotated[int, typer.Option(help="turns of each engine over a batch")] = 4,
     discard: Annotated[int, typer.Option(help="steps not counted at the start of a turn")] = 3,
     minutes: Annotated[float, typer.Option(help="time for everything")] = 9.0,
     grouping: Annotated[
@@ -131,6 +134,7 @@ def bench(
         arms = "weaver,chain" if arms == ARMS else arms
         shape = "none" if shape == SHAPE else shape
         budget, batch, context, tokens, rounds, discard = 24, "2", "40", 16, 2, 0
+        requests = 2
         complete, minutes, start_seconds = True, 60.0, 0.0
         prompts = prompts or PACKAGED / "prompts"
         profile = profile or "weaver-24"
@@ -208,8 +212,12 @@ def bench(
     lengths = {(cell.batch, cell.context) for cell in cells}
     try:
         source = held_out_texts() if prompts is None else texts_of(prompts)
-        texts = _enough(source, max(b * c + 8 * c for b, c in lengths))
-        cut = {(b, c): cut_prompts(tokenizer, iter(texts), b, c) for b, c in sorted(lengths)}
+        numbers_of = {(b, c): -(-requests // b) for b, c in lengths}
+        texts = _enough(source, max(n * b * c + 8 * c for (b, c), n in numbers_of.items()))
+        cut = {}
+        for (b, c), n in sorted(numbers_of.items()):
+            every = cut_prompts(tokenizer, iter(texts), n * b, c)
+            cut[b, c] = [every[i * b : i * b + b] for i in range(n)]
     except PromptError as error:
         raise typer.BadParameter(str(error)) from error
 

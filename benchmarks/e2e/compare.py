@@ -14,8 +14,9 @@ TIE = {"float32": 1e-4, "bfloat16": 0.1}
 _MOST_CHECKS = 32
 
 #: Asks AR: for each (request, place, token), the gap of its two best tokens at that place of its
-#: own text and the distance from the best to `token`; None where it cannot tell.
-Doubts = Callable[[list[tuple[int, int, int]]], list[tuple[float, float] | None]]
+#: own text, None if it does not know the second, and the distance from the best to `token`. Of
+#: sampled texts both are of log p / T + noise. None where it cannot tell.
+Doubts = Callable[[list[tuple[int, int, int]]], list[tuple[float | None, float] | None]]
 
 
 @dataclass(frozen=True)
@@ -40,19 +41,18 @@ def compare(
     got: Sequence[Sequence[int]],
     want: Sequence[Sequence[int]],
     *,
-    greedy: bool,
     dtype: str,
-    doubts: Doubts,
+    doubts: Doubts | None,
 ) -> dict[str, Any]:
     """Compare texts, each within the shorter of the two.
 
-    Sampled differences are not classified: what the noise made of a gap cannot be seen from
-    outside.
+    Without `doubts`, differences are not classified: of sampled texts of vLLM's own speculation,
+    which are another draw from the same distribution.
     """
     places = [first_difference(a, b) for a, b in zip(got, want, strict=True)]
     where = [(i, place) for i, place in enumerate(places) if place is not None]
-    checked = where[:_MOST_CHECKS] if greedy else []
-    found = doubts([(i, place, got[i][place]) for i, place in checked]) if checked else []
+    checked = [(i, place, got[i][place]) for i, place in where[:_MOST_CHECKS]]
+    found = doubts(checked) if checked and doubts is not None else []
     differences = []
     for number, (i, place) in enumerate(where):
         gap = distance = None

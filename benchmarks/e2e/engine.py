@@ -213,13 +213,33 @@ class Server:
             self.finish(False)
         return {"seconds": time.perf_counter() - start}
 
-    def doubts(self, prompts: list[list[int]], tokens: int) -> Answer:
-        """Greedy texts with the 20 best log-probabilities at each place, as [token, value]."""
+    def doubts(
+        self,
+        prompts: list[list[int]],
+        tokens: int,
+        temperature: float = 0.0,
+        seed: int = 0,
+        ask: list[list[int]] | None = None,
+    ) -> Answer:
+        """Texts with log-probabilities at each place, as [token, value].
+
+        Of the 20 best tokens, or, where given, of the tokens that `ask` names for each request; of
+        the token that was taken besides.
+        """
         from vllm import SamplingParams
 
-        parameters = SamplingParams(
-            max_tokens=tokens, temperature=0.0, logprobs=20, ignore_eos=True, detokenize=False
-        )
+        shown = [{"logprob_token_ids": each} for each in ask] if ask else [{"logprobs": 20}]
+        parameters = [
+            SamplingParams(
+                max_tokens=tokens,
+                temperature=temperature,
+                seed=seed + number,
+                ignore_eos=True,
+                detokenize=False,
+                **shown[number % len(shown)],
+            )
+            for number in range(len(prompts))
+        ]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
         results = [r.outputs[0] for r in self.llm.generate(inputs, parameters, use_tqdm=False)]
         return {

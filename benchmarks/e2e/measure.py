@@ -23,9 +23,10 @@ from typing import Any
 from .arms import Arm, Models, Sizes, describe, engine_options, shared_options
 from .cells import Cell, CostModel
 from .client import EngineError, EngineProcess
-from .compare import Doubts, compare
+from .compare import compare
+from .doubts import Asked
 from .memory import LEAST_CACHE, CacheShape, Room
-from .statistics import accepted_length, ratio_interval, throughput
+from .statistics import accepted_length, rate_ratio, throughput
 
 # What an engine over shared weights must find free at its start: nothing that it relies on.
 _OWN_BYTES = 3 << 30
@@ -103,7 +104,7 @@ class Bench:
     def __init__(
         self,
         run: Run,
-        prompts: dict[tuple[int, int], list[list[int]]],
+        prompts: dict[tuple[int, int], list[list[list[int]]]],
         say: Callable[[str], None],
         save: Callable[[Results], None],
     ):
@@ -315,7 +316,8 @@ class Bench:
         )["seconds"]
 
     def _cell(self, cell: Cell, arms: list[Arm]) -> None:
-        expected = self.run.cost.cell(cell, self.run.tokens, len(arms))
+        groups = len(self.prompts[cell.batch, cell.context])
+        expected = groups * self.run.cost.cell(cell, self.run.tokens, len(arms))
         if self.left < expected and self.results.cells:
             reason = f"needs about {expected:.0f} s, {self.left:.0f} s left"
             for name in [arm.name for arm in arms[1:] or arms]:
@@ -338,10 +340,57 @@ class Bench:
 
     def _measure_cell(self, cell: Cell, arms: list[Arm]) -> None:
         run = self.run
-        prompts = self.prompts[cell.batch, cell.context]
+        groups = self.prompts[cell.batch, cell.context]
         limit = max(60.0, self.left)
         for arm in arms:
             self._warm(arm, cell.temperature)
+            if arm.ours:
+                self.processes[arm.name].call("stats", limit)
+        finished = gather([self._group(cell, arms, prompts, limit) for prompts in groups])
+        for arm in arms:
+            process = self.processes[arm.name]
+            finished[arm.name]["plugin"] = process.call("stats", limit) if arm.ours else {}
+            finished[arm.name]["memory"] = process.call("memory", limit)
+        reference = finished.get("ar") or self.alone_ar.get(cell.name)
+        asked = self._ask(cell, arms, finished, reference, limit)
+        for arm in arms:
+            got = finished[arm.name]
+            record = {
+                **cell.to_dict(),
+                "arm": arm.name,
+                "with": [other.name for other in arms if other is not arm],
+                **self._figures(got),
+            }
+            if not got["at_once"]:
+                reason = (
+                    "a request ended before all had begun: the cache is too small for the batch, "
+                    "or --tokens for its prompts"
+                )
+                self.results.skipped.append({"arm": arm.name, "cell": cell.name, "reason": reason})
+                continue
+            if arm.kind != "ar" and reference is not None:
+                record["texts"] = compare(
+                    got["outputs"],
+                    reference["outputs"],
+                    dtype=run.dtype,
+                    doubts=asked.of(reference["outputs"]) if self._comparable(arm, cell) else None,
+                )
+                if run.grouping is not Grouping.ALONE:
+                    record["over_ar"] = rate_ratio(got["rounds"], finished["ar"]["rounds"]) | {
+                        "formed": "interleaved rounds of the engines"
+                    }
+            self.results.cells.append(record)
+            self.say(_line(record))
+        if cell is run.cells[0]:
+            for arm in arms:
+                if arm.name in run.profile and arm.name not in self.results.traces:
+                    self._profile(arm, cell, limit)
+
+    def _group(
+        self, cell: Cell, arms: list[Arm], prompts: list[list[int]], limit: float
+    ) -> dict[str, dict[str, Any]]:
+        """Let the arms take turns over one batch of prompts; what each has done, by name."""
+        run = self.run
         for arm in arms:
             self.processes[arm.name].call(
                 "begin",
@@ -351,83 +400,60 @@ class Bench:
                 temperature=cell.temperature,
                 seed=run.seed,
             )
-            if arm.ours:
-                self.processes[arm.name].call("stats", limit)
-        rounds: dict[str, list[float]] = {arm.name: [] for arm in arms}
+        rounds: dict[str, list[tuple[int, float]]] = {arm.name: [] for arm in arms}
         for turn in range(run.rounds):
             # The order alternates, so that neither engine always follows the other.
             for arm in arms if turn % 2 == 0 else arms[::-1]:
                 got = self.processes[arm.name].call(
                     "advance", limit, share=(turn + 1) / run.rounds, discard=run.discard
                 )
-                rate = got["tokens"] / got["seconds"] if got["seconds"] else 0.0
-                rounds[arm.name].append(rate)
-        finished = {}
-        for arm in arms:
-            own = {}
-            if arm.ours:
-                own = self.processes[arm.name].call("stats", limit)
-            finished[arm.name] = self.processes[arm.name].call(
-                "finish", limit, complete=run.complete
-            )
-            finished[arm.name]["plugin"] = own
-            finished[arm.name]["memory"] = self.processes[arm.name].call("memory", limit)
-        reference = finished.get("ar") or self.alone_ar.get(cell.name)
-        if run.grouping is Grouping.ALONE and arms[-1].kind == "ar":
-            self.alone_ar[cell.name] = finished["ar"]
-            if cell.temperature == 0:
-                self.alone_ar[cell.name]["doubts"] = self.processes["ar"].call(
+                rounds[arm.name].append((got["tokens"], got["seconds"]))
+        return {
+            arm.name: self.processes[arm.name].call("finish", limit, complete=run.complete)
+            | {"rounds": rounds[arm.name]}
+            for arm in arms
+        }
+
+    def _comparable(self, arm: Arm, cell: Cell) -> bool:
+        """Whether differences from AR's texts can be classified.
+
+        vLLM's own speculation samples with noise of its own.
+        """
+        return cell.temperature == 0 or (arm.ours and self.run.grouping is not Grouping.ALONE)
+
+    def _ask(
+        self,
+        cell: Cell,
+        arms: list[Arm],
+        finished: dict[str, dict[str, Any]],
+        reference: dict[str, Any] | None,
+        limit: float,
+    ) -> Asked:
+        """AR's doubts where texts differ from its own: it writes those groups once more."""
+        run = self.run
+        groups = self.prompts[cell.batch, cell.context]
+        asked = Asked(groups, cell.temperature, run.seed)
+        if reference is None:
+            return asked
+        if run.grouping is Grouping.ALONE and cell.temperature == 0 and arms[-1].kind == "ar":
+            # Its engine is gone when the others' texts are there.
+            for number, prompts in enumerate(groups):
+                asked.answers[number] = self.processes["ar"].call(
                     "doubts", limit, prompts=prompts, tokens=run.tokens
                 )
-        for arm in arms:
-            record = {
-                **cell.to_dict(),
-                "arm": arm.name,
-                "with": [other.name for other in arms if other is not arm],
-                **self._figures(finished[arm.name], rounds[arm.name]),
-            }
-            if not finished[arm.name]["at_once"]:
-                reason = (
-                    "a request ended before all had begun: the cache is too small for the batch, "
-                    "or --tokens for its prompts"
-                )
-                self.results.skipped.append({"arm": arm.name, "cell": cell.name, "reason": reason})
-                continue
-            if arm.kind != "ar" and reference is not None:
-                record["texts"] = compare(
-                    finished[arm.name]["outputs"],
-                    reference["outputs"],
-                    greedy=cell.temperature == 0,
-                    dtype=run.dtype,
-                    doubts=self._doubts(reference, prompts, limit),
-                )
-                if run.grouping is not Grouping.ALONE:
-                    pairs = list(zip(rounds[arm.name], rounds["ar"], strict=True))
-                    good = [(a, b) for a, b in pairs if a and b]
-                    record["over_ar"] = ratio_interval(
-                        [a for a, _ in good], [b for _, b in good]
-                    ) | {"rounds": len(good), "formed": "interleaved rounds of the engines"}
-            self.results.cells.append(record)
-            self.say(_line(record))
-        if cell is run.cells[0]:
-            for arm in arms:
-                if arm.name in run.profile and arm.name not in self.results.traces:
-                    self._profile(arm, cell, limit)
+            self.alone_ar[cell.name] = finished["ar"] | {"asked": asked}
+        if run.grouping is Grouping.ALONE:
+            return reference.get("asked", asked)
+        texts = [
+            finished[arm.name]["outputs"]
+            for arm in arms
+            if arm.kind != "ar" and self._comparable(arm, cell)
+        ]
+        for number, question in asked.questions(texts, reference["outputs"]).items():
+            asked.answers[number] = self.processes["ar"].call("doubts", limit, **question)
+        return asked
 
-    def _doubts(self, reference: dict[str, Any], prompts: list[list[int]], limit: float) -> Doubts:
-        """AR's doubts at places of its texts, asked once and only if a text differs."""
-
-        def ask(places: list[tuple[int, int, int]]) -> list[tuple[float, float] | None]:
-            if "doubts" not in reference:
-                longest = max(place for _, place, _ in places) + 1
-                reference["doubts"] = self.processes["ar"].call(
-                    "doubts", limit, prompts=prompts, tokens=longest
-                )
-            return [doubt_at(reference["doubts"], reference["outputs"], *place) for place in places]
-
-        return ask
-
-    def _figures(self, got: dict[str, Any], rounds: list[float]) -> dict[str, Any]:
+    def _figures(self, got: dict[str, Any]) -> dict[str, Any]:
         requests = got["step_requests"]
         return {
             **throughput(got["step_seconds"], got["step_tokens"]),
@@ -435,7 +461,9 @@ class Bench:
             "requests_per_step": sum(requests) / len(requests) if requests else 0.0,
             "accepted_length": accepted_length(got["request_passes"], got["request_tokens"]),
             "prefill_seconds": got["prefill_seconds"],
-            "round_tokens_per_second": rounds,
+            "round_tokens_per_second": [
+                tokens / seconds if seconds else 0.0 for tokens, seconds in got["rounds"]
+            ],
             "plugin": got["plugin"],
             "memory": got["memory"],
             "outputs": got["outputs"],
@@ -445,7 +473,7 @@ class Bench:
         from .timeline import read_trace, summarise
 
         process = self.processes[arm.name]
-        prompts = self.prompts[cell.batch, cell.context]
+        prompts = self.prompts[cell.batch, cell.context][0]
         process.call(
             "begin", limit, prompts=prompts, tokens=self.run.tokens,
             temperature=cell.temperature, seed=self.run.seed,
@@ -497,19 +525,19 @@ class Bench:
                     record["best_stock"] = best
 
 
-def doubt_at(
-    doubts: dict[str, Any], outputs: list[list[int]], request: int, place: int, token: int
-) -> tuple[float, float] | None:
-    """Gap of the two best tokens, and distance of `token`, at one place of AR's text.
-
-    None if AR, asked again, wrote something else before that place.
-    """
-    if doubts["texts"][request][:place] != outputs[request][:place]:
-        return None
-    scores = dict(doubts["scores"][request][place])
-    best, second, *_ = sorted(scores.values(), reverse=True)
-    # A token that is not among the best is at least as far as the last of them.
-    return best - second, best - scores.get(token, min(scores.values()))
+def gather(groups: list[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """What arms did over one group of prompts after another, as if it had been one."""
+    found: dict[str, dict[str, Any]] = {}
+    for name in groups[0]:
+        parts = [group[name] for group in groups]
+        found[name] = {
+            key: [item for part in parts for item in part[key]]
+            for key, value in parts[0].items()
+            if isinstance(value, list)
+        }
+        found[name]["prefill_seconds"] = sum(part["prefill_seconds"] for part in parts)
+        found[name]["at_once"] = all(part["at_once"] for part in parts)
+    return found
 
 
 def _line(record: dict[str, Any]) -> str:

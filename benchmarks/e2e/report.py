@@ -16,9 +16,9 @@ from .measure import Grouping, Results, Run
 
 _HOW = {
     Grouping.ALL: "all: every arm's engine takes turns on the device, over one copy of the "
-    "target's weights; over_ar is the geometric mean over interleaved rounds",
+    "target's weights; over_ar is the ratio of rates over interleaved rounds",
     Grouping.PAIRS: "pairs: AR's engine and one arm's take turns on the device; over_ar is the "
-    "geometric mean over interleaved rounds, and ratios between two arms go by way of each one's "
+    "ratio of rates over interleaved rounds, and ratios between two arms go by way of each one's "
     "own AR",
     Grouping.ALONE: "alone: one engine after another in one run; over_ar compares two stretches of "
     "it",

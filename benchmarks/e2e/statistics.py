@@ -50,18 +50,37 @@ def accepted_length(passes: Sequence[int], tokens: Sequence[int], seed: int = 0)
     }
 
 
-def ratio_interval(
-    ours: Sequence[float], theirs: Sequence[float], seed: int = 0
-) -> dict[str, float | None]:
-    """Geometric mean of the rounds' ratios, with a 95 % bootstrap interval over rounds."""
-    if not ours or len(ours) != len(theirs):
-        return {"ratio": None, "low": None, "high": None}
-    logs = np.log(np.asarray(ours) / np.asarray(theirs))
+def rate_ratio(
+    ours: Sequence[tuple[int, float]], theirs: Sequence[tuple[int, float]], seed: int = 0
+) -> dict[str, float | int | None]:
+    """Ratio of two rates, each all tokens over all seconds, of rounds that took turns.
+
+    The 95 % interval is a bootstrap over rounds, those of a turn together. Not a mean of the
+    rounds' ratios: a round whose text is easy would weigh as much as one that takes ten times as
+    long.
+
+    Args:
+        ours, theirs: tokens and seconds of each round.
+    """
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a[1] and b[1]]
+    if not pairs:
+        return {"ratio": None, "low": None, "high": None, "rounds": 0}
+    table = np.asarray(pairs, dtype=float)  # round, side, (tokens, seconds)
+
+    def ratio(sums: np.ndarray) -> np.ndarray:
+        rates = sums[..., 0] / sums[..., 1]
+        return rates[..., 0] / rates[..., 1]
+
     low = high = None
-    if len(logs) > 1:
-        draws = np.random.default_rng(seed).integers(0, len(logs), (_RESAMPLES, len(logs)))
-        low, high = (float(np.exp(x)) for x in np.percentile(logs[draws].mean(1), (2.5, 97.5)))
-    return {"ratio": float(np.exp(logs.mean())), "low": low, "high": high}
+    if len(pairs) > 1:
+        draws = np.random.default_rng(seed).integers(0, len(pairs), (_RESAMPLES, len(pairs)))
+        low, high = (float(x) for x in np.percentile(ratio(table[draws].sum(1)), (2.5, 97.5)))
+    return {
+        "ratio": float(ratio(table.sum(0))),
+        "low": low,
+        "high": high,
+        "rounds": len(pairs),
+    }
 
 
 def repetition(texts: Sequence[Sequence[int]], n: int = NGRAM) -> float:

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.e2e.arms import (
     Arm,
@@ -22,7 +22,8 @@ from benchmarks.e2e.arms import (
 from benchmarks.e2e.cells import Cell, CostModel, order_cells
 from benchmarks.e2e.client import EngineError
 from benchmarks.e2e.compare import compare
-from benchmarks.e2e.measure import WEIGHTS, Bench, Grouping, Results, Run, doubt_at
+from benchmarks.e2e.doubts import Asked, doubt_at
+from benchmarks.e2e.measure import WEIGHTS, Bench, Grouping, Results, Run
 from benchmarks.e2e.memory import CacheShape, Room, drafter_bytes, weight_bytes
 from benchmarks.e2e.plots import plot_cells
 from benchmarks.e2e.prompts import PromptError, cut_prompts, load_tokenizer, texts_of
@@ -30,7 +31,7 @@ from benchmarks.e2e.report import lossless, markdown, summary
 from benchmarks.e2e.statistics import (
     accepted_length,
     first_difference,
-    ratio_interval,
+    rate_ratio,
     repetition,
     throughput,
 )
@@ -151,9 +152,12 @@ def test_throughput_and_ratios() -> None:
     found = throughput([0.1, 0.3], [4, 4])
     assert found["tokens_per_second"] == pytest.approx(20)
     assert found["ms_per_step"] == pytest.approx(200)
-    ratio = ratio_interval([20.0, 40.0], [10.0, 10.0])
-    assert ratio["ratio"] == pytest.approx(math.sqrt(8))
-    assert ratio_interval([], [])["ratio"] is None
+    # 60 tokens in 4 seconds over 40 in 4, not the mean of 4 and 1.33.
+    ratio = rate_ratio([(20, 0.5), (40, 3.5)], [(20, 2.0), (20, 2.0)])
+    assert ratio["ratio"] == pytest.approx(1.5) and ratio["rounds"] == 2
+    assert ratio["low"] < 1.5 < ratio["high"]
+    assert rate_ratio([(4, 1.0), (0, 0.0)], [(2, 1.0), (2, 1.0)])["ratio"] == pytest.approx(2)
+    assert rate_ratio([], [])["ratio"] is None
 
 
 def test_repetition_tells_loops_from_text() -> None:
@@ -172,12 +176,12 @@ def test_differences_are_classified_by_ars_doubt() -> None:
 
     got = [[1, 2, 9], [4, 4, 4], [7, 7, 7], [8, 8, 8]]
     want = [[1, 2, 3], [4, 5, 6], [7, 7, 7], [8, 8, 9]]
-    found = compare(got, want, greedy=True, dtype="bfloat16", doubts=doubts)
+    found = compare(got, want, dtype="bfloat16", doubts=doubts)
     assert asked == [[(0, 2, 9), (1, 1, 4), (3, 2, 8)]]
     assert [d["kind"] for d in found["differences"]] == ["tie", "beyond a tie", "not classified"]
     assert found["equal_requests"] == 1
     assert not lossless([{"texts": found}], strict=False)
-    sampled = compare(got, want, greedy=False, dtype="bfloat16", doubts=doubts)
+    sampled = compare(got, want, dtype="bfloat16", doubts=None)
     assert sampled["not_classified"] == 3 and len(asked) == 1
     assert lossless([{"texts": sampled}], strict=False)
     assert not lossless([{"texts": sampled}], strict=True)
@@ -185,10 +189,29 @@ def test_differences_are_classified_by_ars_doubt() -> None:
 
 def test_a_doubt_is_read_at_its_place_of_the_same_text() -> None:
     scores = [[[5, -0.1], [6, -2.0]], [[7, -0.5], [8, -0.6]]]
-    doubts = {"texts": [[5, 7]], "scores": [scores]}
-    assert doubt_at(doubts, [[5, 7]], 0, 1, 8) == pytest.approx((0.1, 0.1))
-    assert doubt_at(doubts, [[5, 7]], 0, 0, 99) == pytest.approx((1.9, 1.9))
-    assert doubt_at(doubts, [[4, 7]], 0, 1, 8) is None
+    assert doubt_at([5, 7], scores, [5, 7], 1, 8) == pytest.approx((0.1, 0.1))
+    assert doubt_at([5, 7], scores, [5, 7], 0, 99) == pytest.approx((1.9, 1.9))
+    assert doubt_at([5, 7], scores, [4, 7], 1, 8) is None
+
+
+def test_a_sampled_difference_is_a_distance_of_what_vllm_maximises() -> None:
+    from vllm_weaver.ops import keyed_gumbel
+
+    # Two groups of one request; the second's text differs at place 1, the first's nowhere.
+    asked = Asked([[[1, 2, 3]], [[4, 5, 6, 7]]], temperature=0.5, seed=9)
+    own, other = [[8, 8, 8], [5, 7, 9]], [[8, 8, 8], [5, 6, 6]]
+    questions = asked.questions([own, other], own)
+    assert list(questions) == [1] and questions[1]["tokens"] == 2
+    assert questions[1]["ask"] == [[6]] and questions[1]["seed"] == 9
+    asked.answers[1] = {"texts": [[5, 7]], "scores": [[[[5, -1.0]], [[7, -2.0], [6, -1.5]]]]}
+    noise = keyed_gumbel(torch.tensor([9]), torch.tensor([[4]]), torch.tensor([[[7, 6]]])).flatten()
+    (found,) = asked.of(own)([(1, 1, 6)])
+    assert found is not None and found[0] is None
+    assert found[1] == pytest.approx(float(-1.0 + noise[0] - noise[1]), abs=1e-6)
+    # Group 0 was not asked.
+    assert asked.of(own)([(0, 1, 6)]) == [None]
+    greedy = Asked(asked.groups, temperature=0.0, seed=9)
+    assert "ask" not in greedy.questions([other], own)[1]
 
 
 def test_prompts_have_their_length_and_do_not_end_a_line(tmp_path: Path) -> None:
@@ -320,7 +343,8 @@ def run_with_fakes(
         logs=tmp_path,
         profile=("ar", "weaver-63"),
     )
-    prompts = {(b, 16): [[1] * 16] * b for b in (1, 2)}
+    # Two batches of one request, one of two.
+    prompts = {(b, 16): [[[1] * 16] * b] * (2 // b) for b in (1, 2)}
     bench = Bench(run, prompts, lambda text: None, lambda results: None)
     return bench.measure(), bench
 
@@ -346,7 +370,7 @@ def test_ratios_go_by_way_of_the_ar_of_the_same_run(
     alone = grouping is Grouping.ALONE
     assert ("interleaved" in weaver["over_ar"]["formed"]) is not alone
     assert (WEIGHTS in bench.processes) is (grouping is Grouping.ALL)
-    assert weaver["texts"]["equal_requests"] == 1
+    assert weaver["texts"]["equal_requests"] == 2
     # Whose requests did not run at once has no figure, and is named.
     assert ("b2-c16-t0", "stock-15") not in records
     assert {skip["arm"] for skip in results.skipped} == {"stock-15", "stock-7"}
