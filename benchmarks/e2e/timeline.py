@@ -59,6 +59,9 @@ SYNCS = (
     "aten::nonzero",
     "aten::is_nonzero",
 )
+_EVENTS = ("cudaEventSynchronize", "cuEventSynchronize")
+#: Range around a step of the engine.
+STEP = "benchmark.step"
 _DRIVER = {"cuStreamSynchronize", "cuCtxSynchronize", "cuEventSynchronize", "cuMemcpyDtoH_v2"}
 
 
@@ -178,14 +181,24 @@ def host_syncs(events: list[Event]) -> Counter[str]:
 
 
 def blocking_syncs(events: list[Event]) -> Counter[str]:
-    """`host_syncs` without waits for an event.
+    """What stalls the pipeline: `host_syncs` inside the steps, without waits for an event.
 
-    Waiting for an event is how asynchronous scheduling fetches finished outputs; everything else
-    stalls the pipeline.
+    Waiting for an event is how asynchronous scheduling fetches finished outputs. Where a GPU was
+    traced, operators count by the calls of CUDA inside them alone: `aten::item` of a CPU tensor
+    makes none. What lies outside all `benchmark.step` ranges is the benchmark's own.
     """
+    steps = [(e.start, e.end) for e in events if e.name == STEP and e.kind == "user_annotation"]
+    if steps:
+        events = [
+            event
+            for event in events
+            if event.on_device or any(start <= event.start < end for start, end in steps)
+        ]
     found = host_syncs(events)
-    for name in ("cudaEventSynchronize", "cuEventSynchronize"):
-        found.pop(name, None)
+    traced = any(event.on_device for event in events)
+    for name in list(found):
+        if name in _EVENTS or (traced and name.startswith("aten::")):
+            del found[name]
     return found
 
 

@@ -39,3 +39,5 @@ def test_large_shapes_decode_as_ar_does_but_for_ties(tmp_path: Path) -> None:
         trace = found["traces"][arm]
         assert trace["source"] == "GPU kernels"
         assert trace["categories"]["GEMM"] > 0 and trace["categories"]["GDN"] > 0
+        # Drafting, weaving, verification, acceptance and commit never wait for the host.
+        assert trace["blocking_syncs_per_step"] == 0

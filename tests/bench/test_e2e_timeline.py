@@ -84,7 +84,21 @@ def test_waits_of_the_host_are_counted_once(gpu_trace: Path) -> None:
         "copy to pageable memory": 1,
         "aten::item": 1,
     }
-    assert "cudaEventSynchronize" not in blocking_syncs(read_trace(gpu_trace))
+    # Neither the wait for an event, nor the operator without a call of CUDA inside it; the stream's
+    # is outside both steps.
+    assert blocking_syncs(read_trace(gpu_trace)) == {"copy to pageable memory": 1}
+
+
+def test_a_wait_inside_a_step_stalls(tmp_path: Path) -> None:
+    trace = [
+        event("benchmark.step", "user_annotation", 0, 50),
+        event("aten::item", "cpu_op", 10, 5),
+        event("cudaStreamSynchronize", "cuda_runtime", 11, 3),
+        event("kernel", "kernel", 8, 5, correlation=1),
+        event("cudaDeviceSynchronize", "cuda_runtime", 60, 3),
+    ]
+    found = blocking_syncs(read_trace(write(tmp_path / "stall.json", trace)))
+    assert found == {"cudaStreamSynchronize": 1}
 
 
 @pytest.mark.parametrize(
