@@ -49,7 +49,9 @@ def expand_small(small: Path, shape: str, layers: int | None, out: Path) -> tupl
         trio.write(out, torch.bfloat16 if on_gpu else torch.float32, whole=False)
     except ShapeError as error:
         raise typer.BadParameter(str(error)) from error
-    return Models(str(out / "target"), str(out / "drafter"), str(out / "adapter"), True), out
+    name = "the packaged models" if small == PACKAGED / "models" else small.name
+    title = f"shapes of {shape}{f', {layers} layers' if layers else ''}, function of {name}"
+    return Models(*(str(out / part) for part in ("target", "drafter", "adapter")), True, title), out
 
 
 def read_model_config(model: str | None) -> dict[str, Any] | None:

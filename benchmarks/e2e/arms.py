@@ -110,12 +110,14 @@ class Models:
     Attributes:
         target, drafter, adapter: models; the last two only if an arm needs them.
         expanded: load with `load_format="expanded"` (`benchmarks/expand`).
+        title: what they are, for people; the target's name if empty.
     """
 
     target: str
     drafter: str | None
     adapter: str | None
     expanded: bool = False
+    title: str = ""
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ def content(run: Run, results: Results, seconds: float, keep_outputs: bool) -> d
     cells = results.cells
     if not keep_outputs:
         cells = [{k: v for k, v in record.items() if k != "outputs"} for record in cells]
-    title = f"{run.models.target}, {run.device}, {run.dtype}"
+    title = f"{run.models.title or run.models.target}, {run.device}, {run.dtype}"
     return {
         **provenance(),
         "title": title,
