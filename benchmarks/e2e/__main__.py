@@ -164,6 +164,7 @@ def bench(
     assert config is not None
     drafter_config = read_model_config(models.drafter)
     itemsize = 4 if device == "cpu" else 2
+    side_by_side = os.environ.get("VLLM_KV_CACHE_LAYOUT") in ("BLNHC", "BLHNC")
     extra: dict[str, dict[str, Any]] = {}
     for item in engine or []:
         name, _, text = item.partition("=")
@@ -185,7 +186,7 @@ def bench(
         arms=chosen,
         cells=cells,
         models=models,
-        cache=CacheShape.of(config, drafter_config, itemsize, side_by_side=device == "cuda"),
+        cache=CacheShape.of(config, drafter_config, itemsize, side_by_side=side_by_side),
         room=Room(
             device_bytes() if device == "cuda" else None,
             weight_bytes(config, itemsize),

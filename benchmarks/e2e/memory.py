@@ -32,7 +32,7 @@ class CacheShape:
         conv_rows: rows of that window without speculation.
         drafter_token_bytes: key and value of one token in one layer of the drafter.
         alike: whether the drafter has the target's heads, so that one group can hold both.
-        side_by_side: whether the plugin's blocks hold layers side by side, as on a GPU.
+        side_by_side: whether the plugin's blocks hold layers side by side.
     """
 
     attention_layers: int

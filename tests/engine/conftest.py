@@ -83,3 +83,4 @@ def side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         TreeCPUAttentionBackend, "supported_kv_cache_layouts", classmethod(lambda cls: layouts)
     )
+    monkeypatch.setattr("vllm_weaver.engine.blocks.requested_layout", lambda: "BLHNC")

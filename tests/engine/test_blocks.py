@@ -171,14 +171,14 @@ def test_layers_side_by_side_are_lossless(
         assert cached == ([0, 0, 32, 64] if caching and round_ else [0] * 4)
 
 
-def test_layouts_are_left_alone_where_the_user_or_the_target_says_so(
+def test_layouts_are_left_alone_unless_the_user_asks_for_one_side_by_side(
     trees_of: Callable[..., TreeEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = trees_of("hybrid").runner.vllm_config
     names = ["LBNHC", "LBHNC", "BLNHC", "BLHNC", "BHLNC"]
-    assert layouts_for_trees(config, names) == ["BLNHC", "BLHNC"]
-    assert layouts_for_trees(config, ["LBHNC"]) == ["LBHNC"]
-    assert layouts_for_trees(trees_of("dense").runner.vllm_config, names) == names
+    assert layouts_for_trees(config, names) == names
     for asked, left in (("BLHNC", ["BLHNC"]), ("NHD", names), ("LBHNC", names)):
         monkeypatch.setattr("vllm_weaver.engine.blocks.requested_layout", lambda x=asked: x)
         assert layouts_for_trees(config, names) == left
+        assert layouts_for_trees(config, ["LBNHC"]) == ["LBNHC"]
+        assert layouts_for_trees(trees_of("dense").runner.vllm_config, names) == names

@@ -3,8 +3,8 @@
 
 vLLM sizes the blocks before it asks for the layers' cache specs: a page of attention must hold one
 recurrent state, with a convolution row for each draft, and a group has as many layers as the
-smallest kind, which is the drafter. Trees leave no rows in the state, and where the device's
-attention takes blocks whose layers lie side by side, a block holds a token's rows in all attention
+smallest kind, which is the drafter. Trees leave no rows in the state, and where the user asks for a
+layout whose layers lie side by side in a block, a block holds a token's rows in all attention
 layers, the drafter's too, or as many states as a group of plain decoding.
 
 Everything here acts through methods of the worker that vLLM asks, so an engine without trees is
@@ -35,7 +35,7 @@ _STATE_ALIGNMENT = 256
 
 
 def layouts_for_trees(vllm_config: Any, supported: list[str]) -> list[str]:
-    """The layouts to choose from: those that put a block's layers side by side, if there are any.
+    """The layouts to choose from: the asked one, if it puts a block's layers side by side.
 
     Args:
         vllm_config: the engine's configuration, with its layers.
@@ -125,11 +125,10 @@ def _takes_any_multiple(backend: Any) -> bool:
 
 
 def _side_by_side(vllm_config: Any, supported: list[str]) -> list[str]:
-    """Layouts with a block's layers side by side, where all attention takes such blocks whole."""
+    """The asked layout if it has a block's layers side by side and all attention takes it whole."""
     if not vllm_config.model_config.is_hybrid:
         return []
-    asked = requested_layout()
-    layouts = [KVCacheLayout[x] for x in supported if asked in (None, x)]
+    layouts = [KVCacheLayout[x] for x in supported if x == requested_layout()]
     with set_current_vllm_config(vllm_config):
         whole = all(_takes_any_multiple(x) for x in _backends(vllm_config))
     return [x.name for x in layouts if whole and x.is_block_outermost and x.is_block_compact]
