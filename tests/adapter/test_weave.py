@@ -64,6 +64,20 @@ def build(weaver: TreeWeaver, case: Any, roots: Tensor, nodes: int | None = None
     return weaver.build(*step, roots.to(DEVICE), nodes=nodes).to("cpu")
 
 
+@needs_kernel
+@pytest.mark.parametrize("tables", [False, True])
+def test_roots_may_be_put_in_place(make_case, tables: bool) -> None:
+    case = make_case(variant="v1", requests=2)
+    roots = torch.tensor([5, 3])
+    expected = build(weaver_for(case, 6, tables=tables), case, roots)
+    weaver = weaver_for(case, 6, tables=tables, max_requests=4)
+    states, tokens = weaver.roots
+    h_ver, *rest = (x.to(DEVICE) for x in case.step)
+    states[:2], tokens[:2] = h_ver, roots.to(DEVICE)
+    found = weaver.build(states[:2], *rest, tokens[:2])
+    assert_same(found.to("cpu"), expected)
+
+
 def assert_same(actual: DraftTree, expected: DraftTree, requests: Any = slice(None)) -> None:
     for field in fields(DraftTree):
         a, b = getattr(actual, field.name)[requests], getattr(expected, field.name)[requests]

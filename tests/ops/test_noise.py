@@ -17,7 +17,7 @@ from interpreter import DEVICE, needs_kernel, runs_elsewhere
 
 from vllm_weaver.ops import keyed_gumbel
 from vllm_weaver.ops.noise.reference import murmur3
-from vllm_weaver.tree import Sampling, drawn_log_probs
+from vllm_weaver.tree import Sampling, SharedNoise, drawn_log_probs
 
 SEEDS = (0, 1, -1, 42, -(2**63), 2**63 - 1, 0x9E3779B97F4A7C15 - 2**64)
 POSITIONS = (0, 1, 511, 2**31 - 1, 2**31, 2**40 + 3)
@@ -106,6 +106,19 @@ def test_noise_belongs_to_seed_position_and_token() -> None:
     assert not (keyed_gumbel(seeds, positions + 1, ids) == noise).any()
 
 
+def test_a_shift_moves_the_positions() -> None:
+    seeds, positions, ids = pools(3, 8)
+    moved = keyed_gumbel(seeds, positions, ids, shift=-1)
+    assert torch.equal(moved, keyed_gumbel(seeds, positions - 1, ids))
+
+
+@needs_kernel
+def test_triton_kernel_shifts_the_positions() -> None:
+    seeds, positions, ids = pools(3, 8)
+    moved = keyed_gumbel(seeds, positions, ids, shift=-1, backend="triton")
+    assert torch.equal(moved, keyed_gumbel(seeds, positions - 1, ids, backend="triton"))
+
+
 @needs_kernel
 @pytest.mark.parametrize("use_fp64", [False, True])
 @pytest.mark.parametrize("shape", [(1, 1), (3, 70), (2, 512)])
@@ -121,20 +134,53 @@ def test_triton_kernel_equals_the_reference(use_fp64: bool, shape: tuple[int, in
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=3e-6)
 
 
-@needs_kernel
-@pytest.mark.parametrize("pool", [70, 256])
-def test_triton_kernel_equals_the_definition_of_scores(pool: int) -> None:
-    from vllm_weaver.ops.noise.drawn import drawn_scores
-
-    generator = torch.Generator().manual_seed(pool)
+def samplings(pool: int) -> Sampling:
+    """Eight requests: greedy, tempered, and with every filter."""
     on = {"device": DEVICE}
-    sampling = Sampling(
+    return Sampling(
         torch.tensor([0.0, 1.0, 0.7, 1.0, 1.0, 1.5, 1.0, 1.0], **on),
         torch.tensor([pool, 9999, 9999, 5, 9999, 9999, 20, 1], dtype=torch.int32, **on),
         torch.tensor([1.0, 1.0, 1.0, 1.0, 0.8, 1.0, 0.9, 1.0], **on),
         torch.tensor([0.0, 0.0, 0.0, 0.0, 0.0, 0.1, 0.01, 0.0], **on),
         filtered=True,
     )
+
+
+@needs_kernel
+@pytest.mark.parametrize("pool", [70, 256])
+def test_triton_kernel_equals_the_definition_of_the_best(pool: int) -> None:
+    from vllm_weaver.ops.noise.drawn import drawn_best
+
+    generator = torch.Generator().manual_seed(pool)
+    sampling, requests, depth = samplings(pool), 8, 5
+    log_q = (3 * torch.randn(requests, depth, pool, generator=generator)).log_softmax(-1)
+    # Best first, as pools are; one that is the best is padding, others have no probability.
+    log_q = log_q.sort(-1, descending=True)[0] - 0.05
+    log_q[:, 1, 5:], log_q[:, 3, -1] = -torch.inf, torch.nan
+    ids = torch.randint(0, 250_000, log_q.shape, generator=generator)
+    ids[:, 2, 0] = -1
+    noise = torch.randn(log_q.shape, generator=generator)
+    log_q[2, 4], log_q[6, 4] = -torch.inf, torch.nan
+    log_q, ids, noise = (x.to(DEVICE) for x in (log_q, ids, noise))
+    # All candidates alike, of which the first counts.
+    log_q[0, 3] = -3.0
+    wanted = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0], dtype=torch.bool, device=DEVICE)
+    parameters = sampling.parameters()
+    given = (log_q, ids, noise, wanted, *parameters)
+    found = drawn_best(*given, weight=0.75, penalty=1.0)
+    expected = SharedNoise(noise, sampling).marginals(log_q, ids, 0.75, count=1)[1][..., 0]
+    assert torch.equal(found[wanted], expected[wanted].int())
+    # Nothing is written for a request that is not wanted.
+    assert found.dtype == torch.int32 and found.shape == (requests, depth)
+
+
+@needs_kernel
+@pytest.mark.parametrize("pool", [70, 256])
+def test_triton_kernel_equals_the_definition_of_scores(pool: int) -> None:
+    from vllm_weaver.ops.noise.drawn import drawn_scores
+
+    generator = torch.Generator().manual_seed(pool)
+    sampling = samplings(pool)
     requests, depth, nodes = 8, 3, 24
     log_q = (3 * torch.randn(nodes, pool, generator=generator)).log_softmax(-1)
     log_q[:, 3], log_q[:, 4] = -torch.inf, torch.nan

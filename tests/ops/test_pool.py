@@ -109,6 +109,22 @@ def test_no_rows() -> None:
     assert ids.shape == logits.shape == log_probs.shape == (0, 8)
 
 
+@pytest.mark.parametrize("backend", ["reference", pytest.param("triton", marks=needs_kernel)])
+def test_results_go_where_they_are_wanted(backend: str) -> None:
+    x = rows("normal", 6, 700, torch.float32).to(DEVICE if backend == "triton" else "cpu")
+    buffers = (
+        torch.zeros(2, 5, 16, dtype=torch.int64, device=x.device),
+        *torch.zeros(2, 2, 5, 16, device=x.device),
+    )
+    out = tuple(b[:, :3].contiguous().flatten(0, 1) for b in buffers)
+    found = top_pool(x, 16, out=out, backend=backend)
+    assert all(a is b for a, b in zip(found, out, strict=True))
+    for a, b in zip(found, top_pool(x, 16, backend=backend), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(ValueError, match="not int64, float32 and float32"):
+        top_pool(x, 16, out=(out[1], out[1], out[2]), backend=backend)
+
+
 @needs_gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)

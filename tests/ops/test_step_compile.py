@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from compiling import compile_kernel, figures_of, print_figures
 
+SLOT_VALUES = ("*i64", "*u8", "*i64", "*fp32", "*i32", "*fp32", "*fp32", "*i64")
 POINTER_TYPES = {
     "address_ptr": "*i64",
     "ancestors_ptr": "*i64",
@@ -23,12 +24,31 @@ POINTER_TYPES = {
     "ids_ptr": "*i64",
     "roots_ptr": "*i64",
     "log_probs_ptr": "*fp32",
+    "out_positions_ptr": "*i64",
+    "tree_ancestors_ptr": "*i64",
+    "stored_ancestors_ptr": "*i64",
+    "below_ptr": "*i64",
+    "lengths_ptr": "*i64",
+    "rows_ptr": "*i64",
+    "sizes_ptr": "*i64",
+    "hidden_ptr": "*bf16",
+    "states_ptr": "*bf16",
+    "chain_only_ptr": "*u8",
+    "wanted_ptr": "*u8",
+    # Token, whether a chain, seed, temperature, top-k, top-p and min-p, and one to spare.
+    **dict(zip((f"s{i}_ptr" for i in range(8)), SLOT_VALUES, strict=True)),
+    **dict(zip((f"o{i}_ptr" for i in range(8)), ("*i32", *SLOT_VALUES[1:]), strict=True)),
+    **dict.fromkeys(
+        ("log_q_ptr", "noise_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"), "*fp32"
+    ),
 }
 
 
 def type_of(name: str) -> str:
     if name.endswith("_ptr"):
         return POINTER_TYPES.get(name, "*i32")
+    if name in ("weight", "penalty"):
+        return "fp32"
     # Addresses by value, of the gather, are not specialised.
     return "i64" if re.fullmatch(r"a\d", name) else "i32"
 
@@ -42,6 +62,8 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
     from vllm_weaver.ops.accept import triton as accept
     from vllm_weaver.ops.compact import triton as compact
     from vllm_weaver.ops.gather import triton as gather
+    from vllm_weaver.ops.noise import drawn
+    from vllm_weaver.ops.propose import triton as propose
     from vllm_weaver.ops.step import triton as step
     from vllm_weaver.tree import ddtree_triton as ddtree
 
@@ -50,6 +72,10 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
         words = rows // 64
         constants = {"W": words, "BT": rows, "BJ": accept.SIBLINGS, "BD": accept.COLUMNS}
         yield f"accept T={rows}", accept.accept_kernel, constants, warp
+        constants = {"W": words, "BT": rows}
+        yield f"store T={rows}", propose.store_trees_kernel, constants, {"num_warps": 2}
+        constants |= {"ALL": False, "tokens_stride_d": 1}
+        yield f"chain T={rows}", propose.choose_chain_kernel, constants, {"num_warps": 2}
         constants = {"W": words, "H": 3, "A": 1, "BT": step.ROWS}
         yield f"step T={rows}", step.prepare_step_kernel, constants, {"num_warps": 2}
         constants = {
@@ -89,6 +115,13 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
     }
     yield "gather", gather.gather_rows_kernel, constants, {}
     yield "gather paths", gather.gather_paths_kernel, constants, {}
+    constants = {"WIDTH": 5120, "CHUNK": propose.CHUNK, "COUNT": 7, "PATHS": True, "BL": 16}
+    yield "roots", propose.load_roots_kernel, constants, {"num_warps": 4}
+    yield "count", accept.count_kernel, {"BD": 16}, warp
+    yield "slots", step.state_slots_kernel, {"LAST": True, "BR": 16}, warp
+    for pool in (256, 512):
+        constants = {"HALVINGS": drawn.HALVINGS, "BLOCK": pool}
+        yield f"best P={pool}", drawn.best_kernel, constants, {"num_warps": 4}
 
 
 def compile_all(arch: int) -> dict[str, dict]:

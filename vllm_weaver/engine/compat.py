@@ -278,12 +278,6 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "output_scale",
         "output_block_scale",
     ),
-    "vllm.v1.attention.backends.utils:mamba_get_block_table_tensor": (
-        "block_table",
-        "seq_lens",
-        "kv_cache_spec",
-        "mamba_cache_mode",
-    ),
     "vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn:QwenGatedDeltaNetAttention"
     ".__init__": (
         "config",

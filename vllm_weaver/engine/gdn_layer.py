@@ -15,7 +15,6 @@ from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedD
 from vllm.model_executor.layers.mamba.mamba_utils import MambaStateShapeCalculator
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
-from vllm.v1.attention.backends.utils import mamba_get_block_table_tensor
 
 from vllm_weaver.engine import compat
 from vllm_weaver.engine.attention import TreeBuilderMixin, TreeMetadata, rest_of_batch
@@ -30,6 +29,7 @@ from vllm_weaver.ops import (
     gdn_gate,
     gdn_prefill,
     gdn_tree_verify,
+    state_slots,
 )
 from vllm_weaver.ops.gdn import cuda
 from vllm_weaver.ops.gdn.raw import GdnRawStash
@@ -79,16 +79,16 @@ class TreeGDNMetadataBuilder(TreeBuilderMixin, GDNAttentionMetadataBuilder):
             return super().build(common_prefix_len, common, fast_build=fast_build)
         rest = rest_of_batch(common, step)
         n = step.num_requests
-        indices = mamba_get_block_table_tensor(
+        # Without prefix caching a sequence has one block. Block 0 is vLLM's null block.
+        mode = self.vllm_config.cache_config.mamba_cache_mode
+        slots = self._tree_slots[:n]
+        state_slots(
             common.block_table_tensor[:n],
             common.seq_lens[:n],
-            self.kv_cache_spec,
-            self.vllm_config.cache_config.mamba_cache_mode,
-        )[:, 0]
-        # Block 0 is vLLM's null block: it holds no state.
-        live = (indices > 0) & (step.tree.num_nodes > 0)
-        slots = self._tree_slots[:n]
-        slots.copy_(indices.masked_fill(~live, -1))
+            step.tree.num_nodes,
+            0 if mode == "none" else self.kv_cache_spec.block_size,
+            slots,
+        )
         return TreeGDNMetadata(
             step=step,
             block_table=common.block_table_tensor[:n],

@@ -43,18 +43,15 @@ class SamplerNoise:
         )
         self._greedy = False
 
-    def load(self, slots_R: torch.Tensor, slots_np: np.ndarray) -> None:
-        """Take the parameters of the batch's requests.
+    def parameters(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What is to be copied for a batch: values of all slots, and where those of it belong."""
+        states = self.states
+        by_slot = (states.seeds, states.temperature, states.top_k, states.top_p, states.min_p)
+        return [x.gpu for x in by_slot], [self.seeds, *self.sampling.parameters()]
 
-        Args:
-            slots_R, slots_np: request slots, on the device and on the host.
-        """
-        states, rows = self.states, slots_R.shape[0]
-        self.seeds[:rows] = states.seeds.gpu[slots_R]
-        self.sampling.temperature_R[:rows] = states.temperature.gpu[slots_R]
-        self.sampling.top_k_R[:rows] = states.top_k.gpu[slots_R]
-        self.sampling.top_p_R[:rows] = states.top_p.gpu[slots_R]
-        self.sampling.min_p_R[:rows] = states.min_p.gpu[slots_R]
+    def look(self, slots_np: np.ndarray) -> None:
+        """Choose what the batch in these slots needs, where the host may."""
+        states = self.states
         if self.looks:
             self._greedy = not states.temperature.np[slots_np].any()
             self.sampling.filtered = bool(
@@ -67,11 +64,13 @@ class SamplerNoise:
         """Noise of the candidates of the batch's first R requests; None if none is needed.
 
         Args:
-            positions_RD: position of the row that draws the token of each depth, int64.
+            positions_RD: position of the token of each depth, int64; the row above draws it.
             ids_RDP: candidates, int64.
         """
         if self._greedy:
             return None
         rows = ids_RDP.shape[0]
-        noise_RDP = keyed_gumbel(self.seeds[:rows], positions_RD, ids_RDP, use_fp64=self.use_fp64)
+        noise_RDP = keyed_gumbel(
+            self.seeds[:rows], positions_RD, ids_RDP, use_fp64=self.use_fp64, shift=-1
+        )
         return SharedNoise(noise_RDP, self.sampling.first(rows))

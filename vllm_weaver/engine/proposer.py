@@ -7,7 +7,7 @@ requests are in the batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,11 @@ import torch
 
 from vllm_weaver.adapter import AdapterError, WeaverAdapter, load
 from vllm_weaver.engine.config import WeaverConfigError, WeaverOptions, draft_depth
+from vllm_weaver.engine.step import tree_tensors
+from vllm_weaver.ops import choose_chain
 from vllm_weaver.tree import DraftTree, SharedNoise, build_ddtree, build_weaver_tree
+from vllm_weaver.tree.draft_tree import num_words
+from vllm_weaver.tree.shared_noise import MARGINAL_WEIGHT, OUTSIDE_PENALTY
 
 if TYPE_CHECKING:
     from vllm_weaver.engine.compat import Vocabulary
@@ -106,6 +110,10 @@ class Marginals:
     logits: torch.Tensor
     log_probs: torch.Tensor
 
+    def first(self, count: int) -> Marginals:
+        """Those of the first requests, as views."""
+        return Marginals(*(x[:count] for x in vars(self).values()))
+
 
 class Proposer:
     """Builds trees of a fixed number of rows.
@@ -114,6 +122,10 @@ class Proposer:
     of up to `WEAVER_REQUESTS` requests come from a `TreeWeaver`; else from `TreeScorer` and
     `build_weaver_tree`, which is the definition, and which shares a split vocabulary's work among
     the ranks.
+
+    Attributes:
+        out: buffers for the trees of a batch, of no fewer requests and of `budget` + 1 rows; None
+            makes new ones for every batch.
     """
 
     def __init__(
@@ -134,6 +146,7 @@ class Proposer:
         default = MARGINAL_POOL if adapter is None else adapter.config.candidate_pool_size
         self.pool_size = min(options.candidate_pool or default, vocab_size)
         self.ranks = min(options.candidate_pool or DDTREE_RANKS, vocab_size)
+        self.out: DraftTree | None = None
         self.weaver: TreeWeaver | None = None
         if adapter is not None and vocabulary is not None and max_requests is not None:
             self.weaver = self._make_weaver(adapter, vocabulary, max_requests)
@@ -185,19 +198,30 @@ class Proposer:
             nodes: below the root of each tree that can be of use; a Weaver tree has no more.
         """
         log_probs, ids = marginals.log_probs, marginals.ids
-        if noise is not None:
-            ranks = self.ranks if self.options.proposal == "ddtree" else 1
-            log_probs, ids = noise.marginals(log_probs, ids, count=ranks)
-        best = ids[:, : min(self.depth, self.budget), 0]
-        chain = DraftTree.chain(root_tokens_R, best, num_rows=self.budget + 1)
-        if self.options.proposal == "chain":
-            return chain
+        tree = None
         if self.options.proposal == "ddtree":
+            if noise is not None:
+                log_probs, ids = noise.marginals(log_probs, ids, count=self.ranks)
             log_probs, ids = log_probs[..., : self.ranks], ids[..., : self.ranks]
+            best = ids[..., 0]
             tree = build_ddtree(log_probs, ids, root_tokens_R, self.budget)
+        elif self.options.proposal == "chain":
+            best = best_of_pools(marginals, torch.ones_like(chain_only_R), noise)
         else:
+            best = best_of_pools(marginals, chain_only_R, noise)
             tree = self._weave(h_ver_Rd, marginals, root_tokens_R, noise, nodes)
-        return _choose(chain_only_R, chain, tree)
+        best = best[:, : min(self.depth, self.budget)]
+        given = None if tree is None else tree_tensors(tree)
+        out = self._buffers(root_tokens_R)
+        choose_chain(best, root_tokens_R, chain_only_R, given, tree_tensors(out))
+        return out
+
+    def _buffers(self, root_tokens_R: torch.Tensor) -> DraftTree:
+        """Where the trees of so many requests go."""
+        requests, rows = len(root_tokens_R), self.budget + 1
+        if self.out is not None:
+            return DraftTree(*(x[:requests] for x in tree_tensors(self.out)))
+        return empty_trees(requests, rows, root_tokens_R.device)
 
     def _weave(
         self,
@@ -235,10 +259,37 @@ class Proposer:
         return tree.padded(self.budget + 1)
 
 
-def _choose(first_R: torch.Tensor, a: DraftTree, b: DraftTree) -> DraftTree:
-    """Trees of ``a`` where ``first_R`` holds, else of ``b``."""
-    chosen = {}
-    for field in fields(DraftTree):
-        x, y = getattr(a, field.name), getattr(b, field.name)
-        chosen[field.name] = torch.where(first_R.view(-1, *[1] * (x.ndim - 1)), x, y)
-    return DraftTree(**chosen)
+def empty_trees(requests: int, rows: int, device: torch.device) -> DraftTree:
+    """Buffers for trees of so many rows, root included; no request has a tree yet."""
+    shape = requests, rows
+
+    def make(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    words = make(*shape, num_words(rows), dtype=torch.int64)
+    return DraftTree(make(*shape), make(*shape), make(*shape), make(requests), words)
+
+
+def best_of_pools(
+    marginals: Marginals, wanted_R: torch.Tensor, noise: SharedNoise | None
+) -> torch.Tensor:
+    """The drafter's own tokens of each depth, [R, D]: the likeliest to be drawn.
+
+    Args:
+        marginals: best candidates first.
+        wanted_R: requests whose tokens will be read, bool; those of others are undefined.
+        noise: of the sampler, or None.
+    """
+    log_probs, ids = marginals.log_probs, marginals.ids
+    if noise is None:
+        return ids[..., 0]
+    if ids.device.type != "cuda":
+        return noise.marginals(log_probs, ids, count=1)[1][..., 0]
+    # Only here, since Triton need not be installed elsewhere.
+    from vllm_weaver.ops.noise.drawn import drawn_best
+
+    return drawn_best(
+        *(log_probs, ids, noise.noise_RDP, wanted_R, *noise.sampling.parameters()),
+        weight=MARGINAL_WEIGHT,
+        penalty=OUTSIDE_PENALTY,
+    )

@@ -111,12 +111,12 @@ class TreeSampler:
         processed: list[torch.Tensor],
     ) -> torch.Tensor:
         """Sample every row; appends processed logits to ``processed`` where they are wanted."""
-        sampled = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+        parts = []
         keep = wants_logprobs and self.sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES
         for start, end in self._chunks(logits, batch):
             low = int(batch.cu_num_logits_np[start])
             high = int(batch.cu_num_logits_np[end])
-            sampled[low:high], chunk = self.sampler.sample(
+            sampled, chunk = self.sampler.sample(
                 logits[low:high],
                 batch.expanded_idx_mapping[low:high],
                 batch.idx_mapping[start:end],
@@ -127,9 +127,10 @@ class TreeSampler:
                 batch.seq_lens_cpu_upper_bound.numpy()[start:end],
                 return_logprobs=wants_logprobs,
             )
+            parts.append(sampled)
             if keep:
                 processed.append(chunk)
-        return sampled
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _sample_paths(self, logits: torch.Tensor, batch: InputBatch, layout: _Rows) -> torch.Tensor:
         """Sample the root of every tree, then the child that it points to, and so on.
@@ -214,7 +215,10 @@ class _Rows:
             # Every entry of the batch is a row of a tree, as the step has laid them out.
             self.layout, self.tree = step.layout, step.tree
             self.input_ids = batch.input_ids[:total]
-            self.positions = batch.positions[:total] + step.depth_offset()
+            known = step.positions
+            if known is None:
+                known = batch.positions[:total] + step.depth_offset()
+            self.positions: torch.Tensor = known
             return
         self.layout = RowLayout.of(np.diff(self.starts_np), batch.cu_num_logits.device)
         self.input_ids = batch.input_ids[batch.logits_indices]

@@ -11,6 +11,7 @@ weaving of the tree. What it reads and writes beside vLLM's own buffers lies at 
 from __future__ import annotations
 
 import dataclasses
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,14 +22,16 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_weaver.engine import compat
 from vllm_weaver.engine.config import draft_depth, options_of
-from vllm_weaver.engine.proposer import Marginals, Proposer, load_adapter
+from vllm_weaver.engine.proposer import Marginals, Proposer, empty_trees, load_adapter
 from vllm_weaver.engine.state import DenseTreeState, HybridTreeState, TreeStateMixin
-from vllm_weaver.engine.step import TreeStep
-from vllm_weaver.ops import gather_paths, gather_rows, top_pool
+from vllm_weaver.engine.step import TreeStep, tree_tensors
+from vllm_weaver.ops import PathRows, gather_paths, gather_rows, load_roots, top_pool
 from vllm_weaver.tree import DraftTree, SharedNoise
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu.input_batch import InputBatch
+
+    from vllm_weaver.weave import TreeWeaver
 
 logger = compat.init_logger(__name__)
 
@@ -95,21 +98,26 @@ class WeaverSpeculator(DFlashSpeculator):
             tokens=torch.zeros(rows, dtype=torch.int64, **on_device),
             chain_only=torch.zeros(rows, dtype=torch.bool, **on_device),
         )
-        first = torch.zeros(rows, dtype=torch.int32, **on_device)
-        bare = DraftTree.root_only(first, self.budget + 1)
-        # Clones, since fields may be views that repeat one row.
-        self._trees = DraftTree(
-            **{
-                x.name: getattr(bare, x.name).clone(memory_format=torch.contiguous_format)
-                for x in dataclasses.fields(bare)
-            }
-        )
+        self._trees = empty_trees(rows, self.budget + 1, self.device)
+        assert self.proposer is not None
+        if self.device.type == "cuda":
+            self.proposer.out = self._trees
+            self._share_roots(self.proposer.weaver)
         self.marginals = Marginals(
             hidden=torch.zeros(rows, self.depth, self.hidden_size, dtype=self.dtype, **on_device),
             ids=torch.zeros(shape, dtype=torch.int64, **on_device),
             logits=torch.zeros(shape, dtype=torch.float32, **on_device),
             log_probs=torch.zeros(shape, dtype=torch.float32, **on_device),
         )
+
+    def _share_roots(self, weaver: TreeWeaver | None) -> None:
+        """Let a weaver read the roots where they are loaded, if it takes as many."""
+        if weaver is None or weaver.max_requests < self.max_num_reqs:
+            return
+        assert self._inputs is not None
+        states, tokens = weaver.roots
+        if states.dtype == self.dtype:
+            self._inputs = dataclasses.replace(self._inputs, states=states, tokens=tokens)
 
     def _generate_draft(
         self,
@@ -130,28 +138,29 @@ class WeaverSpeculator(DFlashSpeculator):
             num_tokens_across_dp,
             cudagraph_runtime_mode,
         )
-        states = states[self.sample_indices[: num_reqs * self.depth]]
-        logits = self.compute_draft_logits(states, 0)
-        ids, best, log_probs = top_pool(logits, self.marginals.ids.shape[-1])
-        shape = (num_reqs, self.depth, -1)
-        self.marginals.hidden[:num_reqs] = states.view(shape)
-        self.marginals.ids[:num_reqs] = ids.view(shape)
-        self.marginals.logits[:num_reqs] = best.view(shape)
-        self.marginals.log_probs[:num_reqs] = log_probs.view(shape)
+        found = self.marginals.first(num_reqs)
+        count = num_reqs * self.depth
+        sampled = torch.index_select(
+            states, 0, self.sample_indices[:count], out=found.hidden.flatten(0, 1)
+        )
+        logits = self.compute_draft_logits(sampled, 0)
+        ids, best, log_probs = (x.flatten(0, 1) for x in (found.ids, found.logits, found.log_probs))
+        top_pool(logits, ids.shape[-1], out=(ids, best, log_probs))
 
         if not self._weaves:
             return
         assert self.proposer is not None and self._inputs is not None and self._trees is not None
         made = self.proposer.propose(
             self._inputs.states[:num_reqs],
-            Marginals(**{name: x[:num_reqs] for name, x in vars(self.marginals).items()}),
+            found,
             self._inputs.tokens[:num_reqs],
             self._inputs.chain_only[:num_reqs],
             self._noise(num_reqs),
             self.useful_nodes(num_reqs),
         )
-        for field in dataclasses.fields(made):
-            getattr(self._trees, field.name)[:num_reqs] = getattr(made, field.name)
+        for buffer, part in zip(tree_tensors(self._trees), tree_tensors(made), strict=True):
+            if buffer.data_ptr() != part.data_ptr():
+                buffer[:num_reqs] = part
 
     def useful_nodes(self, num_reqs: int) -> int:
         """Most nodes that the next pass verifies of the trees of a batch.
@@ -175,9 +184,8 @@ class WeaverSpeculator(DFlashSpeculator):
         source = getattr(getattr(self, "model_state", None), "noise", None)
         if source is None:
             return None
-        # A draft's position, less one: the row above it draws the token that it guesses.
-        drawn_at = self.sample_pos[: num_reqs * self.depth].view(num_reqs, self.depth) - 1
-        return source.of(drawn_at, self.marginals.ids[:num_reqs])
+        positions = self.sample_pos[: num_reqs * self.depth].view(num_reqs, self.depth)
+        return source.of(positions, self.marginals.ids[:num_reqs])
 
     @torch.inference_mode()
     def propose(
@@ -208,6 +216,7 @@ class WeaverSpeculator(DFlashSpeculator):
         rows = input_batch.num_reqs
         # A batch too large for trees still adds to the drafter's context.
         self._context_only = num_speculative_tokens == 0 and not dummy_run
+        paths = None
         if not dummy_run:
             step = self.model_state.step
             if step is not None and step.path is not None:
@@ -218,7 +227,7 @@ class WeaverSpeculator(DFlashSpeculator):
                     width = min(self.depth + 1, step.layout.num_rows)
                     path = step.path[:, :width]
                     states = list(gather_paths(states, starts, path, step.length))
-                    input_batch, num_rejected = self._paths_alone(input_batch, step, num_rejected)
+                    paths = self._path_rows(input_batch, step, num_rejected)
                 elif self.device.type == "cuda":
                     # In place: they are this step's own outputs, and nothing reads them later.
                     gather_rows(states, starts, step.path, step.length)
@@ -228,15 +237,10 @@ class WeaverSpeculator(DFlashSpeculator):
                 last_hidden_states = states[0]
                 if aux_hidden_states:
                     aux_hidden_states = states[1:]
-        if not (dummy_run or self._context_only):
-            slots = input_batch.idx_mapping
-            last_row = input_batch.query_start_loc[1 : rows + 1] - num_rejected - 1
-            assert self._inputs is not None
-            self._inputs.states[:rows] = last_hidden_states[last_row.long()]
-            self._inputs.tokens[:rows] = last_sampled.flatten()[slots]
-            self._inputs.chain_only[:rows] = self.model_state.chain_only[slots]
-            if self.model_state.noise is not None:
-                self.model_state.noise.load(slots, input_batch.idx_mapping_np[:rows])
+        if not dummy_run and (paths is not None or not self._context_only):
+            self._load_roots(input_batch, last_hidden_states, num_rejected, last_sampled, paths)
+        if paths is not None:
+            input_batch, num_rejected = self._paths_alone(input_batch, paths)
         # Warm-up passes measure a GPU's memory and compile its kernels; a CPU has neither.
         self._weaves = not (dummy_run and self.device.type == "cpu")
         super().propose(
@@ -265,47 +269,81 @@ class WeaverSpeculator(DFlashSpeculator):
         if dummy_run:
             return torch.zeros(rows, self.budget, dtype=torch.int64, device=self.device)
         assert self._trees is not None
-        tree = DraftTree(
-            **{x.name: getattr(self._trees, x.name)[:rows] for x in dataclasses.fields(DraftTree)}
-        )
+        tree = DraftTree(*(x[:rows] for x in tree_tensors(self._trees)))
         if self.options.check_ranks:
             for field in dataclasses.fields(tree):
                 part = getattr(tree, field.name)
                 compat.require_same_on_all_ranks(part, f"trees ({field.name})")
         state: TreeStateMixin = self.model_state
-        state.trees.store(input_batch.idx_mapping, tree)
-        return tree.tokens[:, 1:].long()
+        return state.trees.store(input_batch.idx_mapping, tree)
 
-    def _paths_alone(
-        self, batch: InputBatch, step: TreeStep, num_rejected: torch.Tensor
-    ) -> tuple[InputBatch, torch.Tensor]:
-        """A batch of trees as the drafter needs it: rows that can be on a path, and no others.
+    def _load_roots(
+        self,
+        batch: InputBatch,
+        hidden: torch.Tensor,
+        num_rejected: torch.Tensor,
+        last_sampled: torch.Tensor,
+        paths: PathRows | None,
+    ) -> None:
+        """Put what the next trees start from where a graph finds it.
 
         Args:
-            batch: of trees alone, T rows each.
-            step: its trees, with their paths.
-            num_rejected: rows of each request that are off its path.
+            batch: vLLM's.
+            hidden: last states, of the rows in path order where ``paths`` is given.
+            num_rejected: rows of each request that do not count.
+            last_sampled: of all slots.
+            paths: rows that the drafter gets, whose positions are made too.
+        """
+        assert self._inputs is not None
+        rows, state = batch.num_reqs, self.model_state
+        sources = [last_sampled.flatten(), state.chain_only]
+        targets = [self._inputs.tokens, self._inputs.chain_only]
+        if state.noise is not None:
+            more = state.noise.parameters()
+            sources, targets = [*sources, *more[0]], [*targets, *more[1]]
+            state.noise.look(batch.idx_mapping_np[:rows])
+        load_roots(
+            *(hidden, batch.query_start_loc[1 : rows + 1], num_rejected, batch.idx_mapping),
+            *(sources, self._inputs.states, targets, paths),
+        )
+
+    def _path_rows(self, batch: InputBatch, step: TreeStep, num_rejected: torch.Tensor) -> PathRows:
+        """Rows that can be on a path, of a batch of trees alone: min(D + 1, T) a request."""
+        width = min(self.depth + 1, step.layout.num_rows)
+        kept = step.num_requests * width
+        return PathRows(
+            rows=step.layout.num_rows,
+            width=width,
+            positions=batch.positions,
+            out_positions=batch.positions.new_empty(kept),
+            out_rejected=torch.empty_like(num_rejected),
+        )
+
+    def _paths_alone(self, batch: InputBatch, paths: PathRows) -> tuple[InputBatch, torch.Tensor]:
+        """A batch of trees as the drafter needs it: rows that can be on a path, and no others.
 
         Returns:
-            The new batch, of min(D + 1, T) rows a request, and its rejected rows.
+            The new batch, and its rejected rows.
         """
-        n, total = step.num_requests, step.layout.num_rows
-        width = min(self.depth + 1, total)
-        index = step.layout.index
+        n, width = batch.num_reqs, paths.width
         starts = np.arange(n + 1, dtype=np.int32) * width
         alone = dataclasses.replace(
             batch,
             num_tokens=n * width,
             num_tokens_after_padding=n * width,
             num_scheduled_tokens=np.full(n, width, dtype=np.int32),
-            query_start_loc=torch.arange(
-                0, (n + 1) * width, width, dtype=torch.int32, device=self.device
-            ),
+            query_start_loc=_even_starts(n, width, self.device),
             query_start_loc_np=starts,
             # Accepted tokens stand one after another, whatever rows they were verified in.
-            positions=batch.positions[index[:, :width].flatten()],
+            positions=paths.out_positions,
         )
-        return alone, num_rejected - (total - width)
+        return alone, paths.out_rejected
+
+
+@lru_cache(maxsize=1024)
+def _even_starts(num_requests: int, width: int, device: torch.device) -> torch.Tensor:
+    """First row of each request of `width` rows, and the row after the last, int32 [R + 1]."""
+    return torch.arange(0, (num_requests + 1) * width, width, dtype=torch.int32, device=device)
 
 
 @dataclasses.dataclass
@@ -314,7 +352,7 @@ class Roots:
 
     Attributes:
         states: target states, after its final norm, whose logits gave the roots, [R, d].
-        tokens: the roots, int64 [R].
+        tokens: the roots, int64 or int32 [R].
         chain_only: requests that get the drafter's chain, bool [R].
     """
 

@@ -241,12 +241,23 @@ class TreeStateMixin(_State):
         inputs = super().prepare_inputs(input_batch, req_states)
         positions = inputs.get("positions")
         if positions is None:
-            positions = self._positions[: input_batch.num_tokens_after_padding]
-            positions.copy_(input_batch.positions)
-        if self.step is not None:
+            positions = self._shifted(input_batch)
+        elif self.step is not None:
             # Multi-axis (M-RoPE) positions advance alike on every axis after the prompt.
             positions[..., : self.step.num_tokens] += self.step.depth_offset()
         return {**inputs, "positions": positions}
+
+    def _shifted(self, batch: InputBatch) -> torch.Tensor:
+        """Positions by depth at an address that stays, padding included."""
+        total = batch.num_tokens_after_padding
+        linear, positions = batch.positions[:total], self._positions[:total]
+        moved = 0 if self.step is None else self.step.num_tokens
+        if self.step is not None:
+            torch.add(linear[:moved], self.step.depth_offset(), out=positions[:moved])
+            self.step.positions = positions[:moved]
+        if moved < total:
+            positions[moved:].copy_(linear[moved:])
+        return positions
 
     def prepare_dummy_inputs(self, num_reqs: int, num_tokens: int) -> dict[str, Any]:
         """The buffers that :meth:`prepare_inputs` fills, for graph capture."""

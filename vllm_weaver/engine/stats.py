@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vllm_weaver.engine.step import TreeStep
+from vllm_weaver.ops import PathCounts, count_paths
 
 PUBLISH_SECONDS = 2.0
 
@@ -52,7 +53,7 @@ class StepStats:
         # place in the tree, passes by number of nodes, root included.
         self._parts = [depth + 2, budget + 1, budget + 2]
         self._totals = torch.zeros(sum(self._parts), dtype=torch.int64, device=device)
-        self._emitted, self._ranks, self._sizes = self._totals.split(self._parts)
+        self._counts = PathCounts(*self._totals.split(self._parts))
         self._fallbacks = 0
         self._published = 0.0
         self._copy: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
@@ -64,10 +65,7 @@ class StepStats:
     def record(self, step: TreeStep) -> None:
         """Count one step whose paths are known."""
         assert step.path is not None and step.length is not None
-        length, nodes = step.length.long(), step.path.long()
-        self._emitted.scatter_add_(0, length, torch.ones_like(length))
-        self._ranks.scatter_add_(0, nodes.clamp(min=0).flatten(), (nodes > 0).long().flatten())
-        self._sizes.scatter_add_(0, step.tree.num_nodes.long(), torch.ones_like(length))
+        count_paths(step.path, step.length, step.tree.num_nodes, self._counts)
         if self.file is not None:
             self._publish()
 

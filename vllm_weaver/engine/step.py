@@ -19,8 +19,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from vllm_weaver.ops import StepTensors, StoredTrees, conv_table, prepare_step
+from vllm_weaver.ops import StepTensors, StoredTrees, conv_table, prepare_step, store_trees
 from vllm_weaver.tree import DraftTree
+
+
+def tree_tensors(tree: DraftTree) -> tuple[torch.Tensor, ...]:
+    """Tokens, parents, depths, num_nodes and ancestors, as the ops take them."""
+    return tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors
 
 
 class RequestTrees:
@@ -43,12 +48,19 @@ class RequestTrees:
         """Forget the tree of a slot that a request has just entered."""
         self.num_nodes[slot].fill_(1)
 
-    def store(self, slots_R: torch.Tensor, tree: DraftTree) -> None:
-        """Keep the proposed trees of the requests in ``slots_R`` (int64)."""
-        self.parents[slots_R] = tree.parents
-        self.depths[slots_R] = tree.depths
-        self.ancestors[slots_R] = tree.ancestors
-        self.num_nodes[slots_R] = tree.num_nodes
+    def stored(self) -> StoredTrees:
+        """The buffers, as the ops take them."""
+        return StoredTrees(self.parents, self.depths, self.num_nodes, self.ancestors)
+
+    def store(self, slots_R: torch.Tensor, tree: DraftTree) -> torch.Tensor:
+        """Keep the proposed trees of the requests in ``slots_R`` (int64).
+
+        Returns:
+            Tokens of the trees in node order, roots excluded, int64 [R, budget].
+        """
+        tokens = torch.empty(len(slots_R), self.budget, dtype=torch.int64, device=slots_R.device)
+        store_trees(tree_tensors(tree), slots_R, self.stored(), tokens)
+        return tokens
 
     def load(
         self, slots_R: torch.Tensor, tokens_RT: torch.Tensor, limits_R: torch.Tensor
@@ -176,6 +188,8 @@ class TreeStep:
         context_lens: tokens of each request before its tree, int32 [n].
         offsets: depth less row number of each row, 0 past its nodes, int32 [n, T]; None where
             nothing has made them yet.
+        positions: of each node by its depth, int64 [num_tokens]; None where nothing has made them
+            yet.
         path, length: accepted nodes [n, D + 1] and their number [n]; set after sampling.
     """
 
@@ -184,6 +198,7 @@ class TreeStep:
     tree: DraftTree
     context_lens: torch.Tensor
     offsets: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
     path: torch.Tensor | None = None
     length: torch.Tensor | None = None
     _conv_tables: dict[int, torch.Tensor] = field(default_factory=dict, repr=False)
@@ -295,8 +310,9 @@ class StepBuffers:
         self._ancestors = flat(entries * words, torch.int64)
         self._num_nodes, self._context_lens = flat(max_requests), flat(max_requests)
         self._offsets = flat(entries)
+        # A graph reads no slots: a step has those of its batch.
+        self._no_slots = flat(max_requests, torch.int64)
         self._conv_table = flat(entries * max(conv_width - 1, 0))
-        self._slots = flat(max_requests, torch.int64)
         self._views: dict[tuple[int, int], TreeStep] = {}
 
     def fits(self, num_requests: int, num_rows: int) -> bool:
@@ -333,7 +349,7 @@ class StepBuffers:
             x = self._tensors(num_requests, num_rows)
             step = TreeStep(
                 layout=_uniform_layout(num_requests, num_rows, self._tokens.device),
-                slots=self._slots[:num_requests],
+                slots=self._no_slots[:num_requests],
                 tree=DraftTree(x.tokens, x.parents, x.depths, x.num_nodes, x.ancestors),
                 context_lens=x.context_lens,
                 offsets=x.offsets,
@@ -374,8 +390,7 @@ class StepBuffers:
             The step of the n requests, and that of all ``padded`` ones.
         """
         n = len(slots)
-        stored = StoredTrees(trees.parents, trees.depths, trees.num_nodes, trees.ancestors)
         out = self._tensors(padded, num_rows)
-        prepare_step(stored, slots, query_start_loc, seq_lens, input_ids, None, out)
-        self._slots[:n].copy_(slots)
-        return self.view(n, num_rows), self.view(padded, num_rows)
+        prepare_step(trees.stored(), slots, query_start_loc, seq_lens, input_ids, None, out)
+        step = dataclasses.replace(self.view(n, num_rows), slots=slots)
+        return step, self.view(padded, num_rows)

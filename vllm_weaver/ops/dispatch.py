@@ -64,6 +64,20 @@ def refuse(op: str, line: str) -> NoReturn:
     raise ValueError(f"{op}: {line}")
 
 
+def expect_kernel_device(op: str, device: torch.device, interpreted: bool) -> None:
+    """Check that Triton can run where an op's tensors are.
+
+    Raises:
+        ValueError: it cannot.
+    """
+    if device.type != "cuda" and not interpreted:
+        refuse(
+            op,
+            f"the triton backend cannot run on {device.type} tensors without "
+            'TRITON_INTERPRET=1: use backend="reference"',
+        )
+
+
 def expect_shapes(
     op: str, device: torch.device, expected: Mapping[str, tuple[Tensor, tuple[int, ...]]]
 ) -> None:

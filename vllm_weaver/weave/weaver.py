@@ -200,6 +200,14 @@ class TreeWeaver:
             self._query_bias = folded_bias(adapter.lm_head_query_in, norms[1].bias)
         self.launches = 0
 
+    @property
+    def roots(self) -> tuple[Tensor, Tensor]:
+        """Buffers of `h_ver_Rd` and, int32, `root_tokens_R` for `max_requests` requests.
+
+        A caller may fill them itself and pass their first rows to `build`.
+        """
+        return self._h_ver, self._roots
+
     def nbytes(self) -> int:
         """Bytes of the buffers, without the adapter's parameters and the tables."""
         total = 0
@@ -256,8 +264,10 @@ class TreeWeaver:
             self._check_noise(noise, requests)
             arrays += (noise.noise_RDP, *noise.sampling.parameters())
         if requests:
-            self._h_ver[:requests].copy_(h_ver_Rd)
-            self._roots[:requests].copy_(root_tokens_R)
+            # What the caller has put there is not copied.
+            for own, given in ((self._h_ver, h_ver_Rd), (self._roots, root_tokens_R)):
+                if own.data_ptr() != given.data_ptr():
+                    own[:requests].copy_(given)
             if self._graphs is None or torch.cuda.is_current_stream_capturing():
                 self._launch(requests, nodes, *arrays)
             else:

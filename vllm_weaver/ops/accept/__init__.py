@@ -12,10 +12,15 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from vllm_weaver.ops.accept.reference import AcceptedPaths, accept_paths_reference
+from vllm_weaver.ops.accept.reference import (
+    AcceptedPaths,
+    PathCounts,
+    accept_paths_reference,
+    count_paths_reference,
+)
 from vllm_weaver.ops.dispatch import Backends, expect_indices, expect_shapes, refuse
 
-__all__ = ["AcceptedPaths", "accept_paths"]
+__all__ = ["AcceptedPaths", "PathCounts", "accept_paths", "count_paths"]
 
 OP = "accept_paths"
 
@@ -23,6 +28,8 @@ _BACKENDS: Backends[Callable[..., AcceptedPaths]] = Backends(OP, accept_paths_re
 _BACKENDS.register(
     "triton", "vllm_weaver.ops.accept.triton:accept_paths_triton", default_on=("cuda",)
 )
+_COUNTS: Backends[Callable[..., None]] = Backends("count_paths", count_paths_reference)
+_COUNTS.register("triton", "vllm_weaver.ops.accept.triton:count_paths_triton", default_on=("cuda",))
 
 
 def accept_paths(
@@ -122,3 +129,43 @@ def _expect_out_dtypes(out: AcceptedPaths, sampled: torch.dtype) -> None:
             refuse(OP, f"out.{name} is {tensor.dtype}, expected {dtype}")
         if not tensor.is_contiguous():
             refuse(OP, f"out.{name} is not contiguous: pass what an earlier call returned")
+
+
+def count_paths(
+    path: Tensor,
+    length: Tensor,
+    num_nodes: Tensor,
+    counts: PathCounts,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Add a step's paths to running totals.
+
+    =========  ==========  =====  ======  ==========================================================
+    name       shape       dtype  in/out  meaning
+    =========  ==========  =====  ======  ==========================================================
+    path       [R, D + 1]  int32  in      rows of each path, in 0 .. T - 1, or -1
+    length     [R]         int32  in      rows on the path, 0 .. D + 1 (int64 is fine)
+    num_nodes  [R]         int32  in      rows of the tree, 0 .. T
+    counts                 int64  in/out  `PathCounts`: at least D + 2, T and T + 1 totals
+    =========  ==========  =====  ======  ==========================================================
+
+    Rows 0 and below count for nothing in `counts.rows`. Backends: "reference" (any device, no host
+    synchronisation) and "triton" (one launch, a program per request). None takes "triton" on a GPU,
+    else "reference".
+
+    Raises:
+        ValueError: unknown backend, or shapes, dtypes or devices that do not fit together.
+    """
+    op = "count_paths"
+    if path.dim() != 2 or len(counts.lengths) <= path.shape[1]:
+        refuse(op, f"path has shape {list(path.shape)}, there are {len(counts.lengths)} lengths")
+    R = len(path)
+    expect_shapes(op, path.device, {"length": (length, (R,)), "num_nodes": (num_nodes, (R,))})
+    expect_indices(op, {"path": path, "length": length, "num_nodes": num_nodes})
+    for name, totals in counts._asdict().items():
+        if totals.dtype != torch.int64 or totals.device != path.device:
+            refuse(op, f"{name} is {totals.dtype} on {totals.device}, expected int64 beside path")
+    run = _COUNTS.pick(backend, path.device)
+    if path.numel():
+        run(path, length, num_nodes, counts)

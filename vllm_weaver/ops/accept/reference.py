@@ -15,6 +15,16 @@ from torch import Tensor
 _WORD_BITS = 64
 
 
+class PathCounts(NamedTuple):
+    """Running totals, int64: passes by rows on their path; accepted nodes by row of the tree, the
+    root left out; passes by rows of their tree.
+    """
+
+    lengths: Tensor
+    rows: Tensor
+    sizes: Tensor
+
+
 class AcceptedPaths(NamedTuple):
     """What `vllm_weaver.ops.accept_paths` returns; its tensor table has the shapes."""
 
@@ -74,3 +84,13 @@ def accept_paths_reference(
     for buffer, value in zip(out, result, strict=True):
         buffer.copy_(value)
     return out
+
+
+def count_paths_reference(
+    path_RD: Tensor, length_R: Tensor, num_nodes_R: Tensor, counts: PathCounts
+) -> None:
+    """The definition of `vllm_weaver.ops.count_paths`, which has the tensor table."""
+    length, rows = length_R.long(), path_RD.long()
+    counts.lengths.scatter_add_(0, length, torch.ones_like(length))
+    counts.rows.scatter_add_(0, rows.clamp(min=0).flatten(), (rows > 0).long().flatten())
+    counts.sizes.scatter_add_(0, num_nodes_R.long(), torch.ones_like(length))

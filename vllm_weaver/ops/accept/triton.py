@@ -15,8 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_weaver.ops.accept.reference import AcceptedPaths
-from vllm_weaver.ops.dispatch import refuse
+from vllm_weaver.ops.accept.reference import AcceptedPaths, PathCounts
+from vllm_weaver.ops.dispatch import expect_kernel_device, refuse
 
 SIBLINGS = 16
 """Rows at a time against which all rows are compared, to find the first of matching siblings."""
@@ -115,6 +115,33 @@ def accept_kernel(
         tl.store(emitted + column, tl.full([BD], -1, tl.int32), mask=past)
 
 
+@triton.jit(do_not_specialize=["D", "path_stride_r"])
+def count_kernel(
+    path_ptr,
+    length_ptr,
+    num_nodes_ptr,
+    lengths_ptr,
+    rows_ptr,
+    sizes_ptr,
+    D,
+    path_stride_r,
+    BD: tl.constexpr,
+):
+    """Grid (R,): the paths' D columns, BD of them at a time."""
+    r = tl.program_id(0).to(tl.int64)
+    one = tl.full([BD], 1, tl.int64)
+    for start in range(0, D, BD):
+        column = start + tl.arange(0, BD)
+        row = tl.load(path_ptr + r * path_stride_r + column, mask=column < D, other=-1)
+        tl.atomic_add(rows_ptr + row, one, mask=row > 0, sem="relaxed")
+    # One lane adds to each of the other totals.
+    lane = tl.arange(0, BD)
+    length = tl.load(length_ptr + r)
+    nodes = tl.load(num_nodes_ptr + r)
+    tl.atomic_add(lengths_ptr + length + tl.zeros_like(lane), one, mask=lane == 0, sem="relaxed")
+    tl.atomic_add(sizes_ptr + nodes + tl.zeros_like(lane), one, mask=lane == 0, sem="relaxed")
+
+
 INTERPRETED = not isinstance(accept_kernel, triton.runtime.JITFunction)
 
 
@@ -133,12 +160,7 @@ def accept_paths_triton(
     Raises:
         ValueError: a device that Triton cannot run on.
     """
-    if tokens.device.type != "cuda" and not INTERPRETED:
-        refuse(
-            "accept_paths",
-            f"the triton backend cannot run on {tokens.device.type} tensors without "
-            'TRITON_INTERPRET=1: use backend="reference"',
-        )
+    expect_kernel_device("accept_paths", tokens.device, INTERPRETED)
     R, T = tokens.shape
     if out is None:
         out = AcceptedPaths(
@@ -174,6 +196,26 @@ def accept_paths_triton(
         num_warps=1,
     )
     return out
+
+
+def count_paths_triton(path: Tensor, length: Tensor, num_nodes: Tensor, counts: PathCounts) -> None:
+    """Launch the kernel; tensors as in `vllm_weaver.ops.count_paths`.
+
+    Raises:
+        ValueError: a device that Triton cannot run on, or totals that are not contiguous.
+    """
+    expect_kernel_device("count_paths", path.device, INTERPRETED)
+    if not all(totals.is_contiguous() for totals in counts):
+        refuse("count_paths", "the totals are not contiguous")
+    path = _unit_rows(path)
+    count_kernel[(len(path),)](
+        *(path, length.contiguous(), num_nodes.contiguous()),
+        *counts,
+        path.shape[1],
+        path.stride(0),
+        BD=min(COLUMNS, triton.next_power_of_2(path.shape[1])),
+        num_warps=1,
+    )
 
 
 def _unit_rows(x: Tensor) -> Tensor:

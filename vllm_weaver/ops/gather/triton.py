@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_weaver.ops.dispatch import refuse
+from vllm_weaver.ops.dispatch import expect_kernel_device
 
 SOURCES = 8
 """Tensors that one launch reaches."""
@@ -154,7 +154,7 @@ def gather_rows_triton(
     Raises:
         ValueError: a device that Triton cannot run on.
     """
-    _expect_device("gather_rows", path)
+    expect_kernel_device("gather_rows", path.device, INTERPRETED)
     length = length.contiguous()
     # Bytes of a row, bytes from row to row, bytes at which both and the address are aligned.
     layouts: dict[tuple[int, int, int], list[int]] = {}
@@ -195,7 +195,7 @@ def gather_paths_triton(
     Raises:
         ValueError: a device that Triton cannot run on.
     """
-    _expect_device("gather_paths", path)
+    expect_kernel_device("gather_paths", path.device, INTERPRETED)
     first, (R, L) = sources[0], path.shape
     out = first.new_empty((len(sources), R * L, first.shape[1]))
     width, stride = first.shape[1] * first.itemsize, first.stride(0) * first.itemsize
@@ -226,12 +226,3 @@ def gather_paths_triton(
             ALIGN=alignment,
         )
     return out
-
-
-def _expect_device(op: str, path: Tensor) -> None:
-    if path.device.type != "cuda" and not INTERPRETED:
-        refuse(
-            op,
-            f"the triton backend cannot run on {path.device.type} tensors without "
-            'TRITON_INTERPRET=1: use backend="reference"',
-        )

@@ -26,6 +26,7 @@ def keyed_gumbel(
     ids: Tensor,
     *,
     use_fp64: bool = False,
+    shift: int = 0,
     backend: str | None = None,
 ) -> Tensor:
     """Gumbel noise of candidate tokens, as vLLM 0.32 adds it to their log-probabilities.
@@ -38,6 +39,7 @@ def keyed_gumbel(
                                            token before the candidates
     ids        [R, D, P]  int64    in      candidates (int32 is fine); any value at padding
     use_fp64              bool     in      vLLM's `use_fp64_gumbel`: other bits, other noise
+    shift                 int      in      added to the positions
     returns    [R, D, P]  float32  out     noise, finite
     =========  =========  =======  ======  ====================================================
 
@@ -53,4 +55,6 @@ def keyed_gumbel(
     R, D, _ = ids.shape
     expect_shapes(OP, ids.device, {"seeds": (seeds, (R,)), "positions": (positions, (R, D))})
     expect_indices(OP, {"seeds": seeds, "positions": positions, "ids": ids})
-    return _BACKENDS.pick(backend, ids.device)(seeds, positions, ids, use_fp64=use_fp64)
+    return _BACKENDS.pick(backend, ids.device)(
+        seeds, positions, ids, use_fp64=use_fp64, shift=shift
+    )

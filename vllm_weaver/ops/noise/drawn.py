@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def"
-"""Scores of candidates given the sampler's noise, in one Triton launch for all nodes of a round.
+"""Scores of candidates given the sampler's noise, in one Triton launch for all nodes of a round;
+the best candidate of every depth, in another.
 
-Its definition is `drawn_log_probs` in `vllm_weaver.tree.shared_noise`, a dozen small operations and
-a sort. A sort is not needed: the thresholds of top-k and top-p are found by halving, and only for
-requests that have them. The module knows nothing of vLLM or of trees.
+Their definition is `drawn_log_probs` in `vllm_weaver.tree.shared_noise`, a dozen small operations
+and a sort. A sort is not needed: the thresholds of top-k and top-p are found by halving, and only
+for requests that have them. The module knows nothing of vLLM or of trees.
 """
 
 import torch
@@ -109,6 +110,99 @@ def drawn_kernel(
         *(tl.load(top_p_ptr + r), tl.load(min_p_ptr + r), P, weight, penalty, HALVINGS),
     )
     tl.store(out_ptr + n * P + p, scores, mask=mask)
+
+
+@triton.jit
+def best_kernel(
+    log_q_ptr,
+    noise_ptr,
+    ids_ptr,
+    wanted_ptr,
+    temperature_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    min_p_ptr,
+    out_ptr,
+    log_q_stride_r,
+    log_q_stride_d,
+    noise_stride_r,
+    noise_stride_d,
+    ids_stride_r,
+    ids_stride_d,
+    P,
+    weight,
+    penalty,
+    HALVINGS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid (D, R); one program holds a pool of up to BLOCK candidates, if its request is wanted."""
+    r = tl.program_id(1).to(tl.int64)
+    d = tl.program_id(0)
+    if tl.load(wanted_ptr + r) == 0:
+        return
+    p = tl.arange(0, BLOCK)[None, :]
+    mask = p < P
+    at = log_q_ptr + r * log_q_stride_r + d * log_q_stride_d + p
+    log_q = tl.load(at, mask=mask, other=-float("inf")).to(tl.float32)
+    noise = tl.load(noise_ptr + r * noise_stride_r + d * noise_stride_d + p, mask=mask, other=0.0)
+    ids = tl.load(ids_ptr + r * ids_stride_r + d * ids_stride_d + p, mask=mask, other=-1)
+    scores = drawn(
+        *(log_q, noise, tl.load(temperature_ptr + r), tl.load(top_k_ptr + r)),
+        *(tl.load(top_p_ptr + r), tl.load(min_p_ptr + r), P, weight, penalty, HALVINGS),
+    )
+    scores = tl.where((log_q > -float("inf")) & (ids >= 0), scores, -float("inf"))
+    # Of equal scores the first; the first of all where there is no candidate.
+    top = tl.max(scores, 1)
+    first = tl.min(tl.where(scores == top[:, None], p, BLOCK), 1)
+    best = tl.sum(tl.where(p == first[:, None], ids, 0).to(tl.int64), 1)
+    place = out_ptr + r * tl.num_programs(0) + d + tl.arange(0, 1)
+    tl.store(place, best.to(tl.int32))
+
+
+def drawn_best(
+    log_q_RDP: Tensor,
+    ids_RDP: Tensor,
+    noise_RDP: Tensor,
+    wanted_R: Tensor,
+    temperature_R: Tensor,
+    top_k_R: Tensor,
+    top_p_R: Tensor,
+    min_p_R: Tensor,
+    *,
+    weight: float,
+    penalty: float,
+) -> Tensor:
+    """The candidate of each depth that is most likely to be drawn, int32 [R, D].
+
+    | name          | shape     | dtype   | meaning                                                |
+    |---------------|-----------|---------|--------------------------------------------------------|
+    | log_q_RDP     | [R, D, P] | float   | the draft's marginals; -inf or NaN: none               |
+    | ids_RDP       | [R, D, P] | integer | their tokens; below 0 for padding                      |
+    | noise_RDP     | [R, D, P] | float32 | the sampler's noise; all three with unit stride in P   |
+    | wanted_R      | [R]       | bool    | requests that get tokens; of others the result is      |
+    |               |           |         | undefined                                              |
+    | the rest      |           |         | as in `drawn_scores`                                   |
+
+    The first of `SharedNoise.marginals`, up to ties within rounding: what mass the pools lack
+    changes all scores of a pool alike. Runs on a GPU, or in Triton's interpreter. Nothing waits for
+    the device.
+    """
+    R, D, P = log_q_RDP.shape
+    out_RD = torch.empty((R, D), dtype=torch.int32, device=log_q_RDP.device)
+    if out_RD.numel():
+        best_kernel[(D, R)](
+            *(log_q_RDP, noise_RDP, ids_RDP, wanted_R.view(torch.uint8)),
+            *(temperature_R, top_k_R, top_p_R, min_p_R, out_RD),
+            *log_q_RDP.stride()[:2],
+            *noise_RDP.stride()[:2],
+            *ids_RDP.stride()[:2],
+            P,
+            weight,
+            penalty,
+            HALVINGS=HALVINGS,
+            BLOCK=triton.next_power_of_2(P),
+        )
+    return out_RD
 
 
 def drawn_scores(

@@ -36,10 +36,10 @@ def _rotate(word: Tensor, shift: int) -> Tensor:
 
 
 def keyed_gumbel_reference(
-    seeds: Tensor, positions: Tensor, ids: Tensor, *, use_fp64: bool
+    seeds: Tensor, positions: Tensor, ids: Tensor, *, use_fp64: bool, shift: int
 ) -> Tensor:
     """See `vllm_weaver.ops.noise.keyed_gumbel`."""
-    seeds, positions = seeds.long()[:, None, None], positions.long()[:, :, None]
+    seeds, positions = seeds.long()[:, None, None], positions.long()[:, :, None] + shift
     ids = ids.long()
     low = murmur3(seeds, positions, ids)
     if use_fp64:

@@ -76,6 +76,7 @@ def keyed_gumbel_kernel(
     ids_stride_p,
     D,
     P,
+    SHIFT: tl.constexpr,
     USE_FP64: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -86,7 +87,7 @@ def keyed_gumbel_kernel(
     mask = p < P
     seed = tl.load(seeds_ptr + r * seeds_stride_r).to(tl.int64)
     position = tl.load(positions_ptr + r * positions_stride_r + d * positions_stride_d)
-    position = position.to(tl.int64)
+    position = position.to(tl.int64) + SHIFT
     ids = tl.load(
         ids_ptr + r * ids_stride_r + d * ids_stride_d + p * ids_stride_p, mask=mask, other=0
     )
@@ -112,7 +113,9 @@ def keyed_gumbel_kernel(
 INTERPRETED = not isinstance(keyed_gumbel_kernel, triton.runtime.JITFunction)
 
 
-def keyed_gumbel_triton(seeds: Tensor, positions: Tensor, ids: Tensor, *, use_fp64: bool) -> Tensor:
+def keyed_gumbel_triton(
+    seeds: Tensor, positions: Tensor, ids: Tensor, *, use_fp64: bool, shift: int
+) -> Tensor:
     """Launch the kernel once; tensors as in `vllm_weaver.ops.noise.keyed_gumbel`.
 
     Raises:
@@ -137,6 +140,7 @@ def keyed_gumbel_triton(seeds: Tensor, positions: Tensor, ids: Tensor, *, use_fp
             *ids.stride(),
             D,
             P,
+            SHIFT=shift,
             USE_FP64=use_fp64,
             BLOCK=BLOCK,
         )

@@ -7,7 +7,7 @@ The module knows nothing of drafters or trees. `reference` is the definition, `t
 import torch
 from torch import Tensor
 
-from vllm_weaver.ops.dispatch import Backends, refuse
+from vllm_weaver.ops.dispatch import Backends, expect_shapes, refuse
 from vllm_weaver.ops.pool.reference import top_pool_reference
 
 __all__ = ["top_pool"]
@@ -20,7 +20,11 @@ _BACKENDS.register("triton", "vllm_weaver.ops.pool.triton:top_pool_triton", defa
 
 
 def top_pool(
-    logits_NV: Tensor, count: int, *, backend: str | None = None
+    logits_NV: Tensor,
+    count: int,
+    *,
+    out: tuple[Tensor, Tensor, Tensor] | None = None,
+    backend: str | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The `count` largest logits of each row, falling, and their log-probabilities over the row.
 
@@ -34,6 +38,9 @@ def top_pool(
     logits_NP     [N, P]      float32  out     the logits themselves
     log_probs_NP  [N, P]      float32  out     less the logarithm of the row's sum of exponentials
     ============  ==========  =======  ======  =====================================================
+
+    `out` takes contiguous tensors for the three results, which are then returned; None makes new
+    ones.
 
     The order is a function of the values alone, so that all ranks of a model agree. NaN counts as
     -inf, in the sum as well. Where fewer than P entries are above -inf, the rest are the first
@@ -55,4 +62,13 @@ def top_pool(
         refuse(OP, f"count is {count}, expected 1 to the {logits_NV.shape[1]} columns")
     if backend is None and count > MAX_TRITON_COUNT:
         backend = "reference"
-    return _BACKENDS.pick(backend, logits_NV.device)(logits_NV, count)
+    if out is not None:
+        names = ("ids_NP", "logits_NP", "log_probs_NP")
+        shape = (logits_NV.shape[0], count)
+        expect_shapes(
+            OP, logits_NV.device, {n: (x, shape) for n, x in zip(names, out, strict=True)}
+        )
+        dtypes = [torch.int64, torch.float32, torch.float32]
+        if [x.dtype for x in out] != dtypes or not all(x.is_contiguous() for x in out):
+            refuse(OP, "out is not contiguous, or not int64, float32 and float32")
+    return _BACKENDS.pick(backend, logits_NV.device)(logits_NV, count, out)

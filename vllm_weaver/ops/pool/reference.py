@@ -7,7 +7,9 @@ from torch import Tensor
 _MAGNITUDE = 0x7FFFFFFF
 
 
-def top_pool_reference(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_pool_reference(
+    logits_NV: Tensor, count: int, out: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """The definition of `vllm_weaver.ops.pool.top_pool`, which has the tensor table."""
     # Adding 0 makes the negative zero positive.
     values_NV = (logits_NV.float() + 0.0).nan_to_num(-torch.inf, torch.inf, -torch.inf)
@@ -21,4 +23,8 @@ def top_pool_reference(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor, T
     logits_NP = values_NV.gather(1, ids_NP)
     total_N1 = values_NV.logsumexp(1, keepdim=True)
     log_probs_NP = torch.where(logits_NP > -torch.inf, logits_NP - total_N1, -torch.inf)
-    return ids_NP, logits_NP, log_probs_NP
+    if out is None:
+        return ids_NP, logits_NP, log_probs_NP
+    for buffer, value in zip(out, (ids_NP, logits_NP, log_probs_NP), strict=True):
+        buffer.copy_(value)
+    return out

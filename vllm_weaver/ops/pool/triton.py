@@ -220,7 +220,9 @@ def select_kernel(
 INTERPRETED = not isinstance(scan_kernel, triton.runtime.JITFunction)
 
 
-def top_pool_triton(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def top_pool_triton(
+    logits_NV: Tensor, count: int, out: tuple[Tensor, Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Launch both kernels; tensors as in `vllm_weaver.ops.pool.top_pool`.
 
     Raises:
@@ -249,8 +251,11 @@ def top_pool_triton(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor, Tens
     subgroup_NU = torch.empty(N, G * subs, dtype=logits_NV.dtype, device=device)
     top_NC, total_NC = torch.empty(2, N, C, dtype=torch.float32, device=device)
     lists = torch.empty(N, 3, rounded, dtype=torch.int32, device=device)
-    ids_NP = torch.empty(N, count, dtype=torch.int64, device=device)
-    best_NP, log_probs_NP = torch.empty(2, N, count, dtype=torch.float32, device=device)
+    if out is None:
+        ids_NP = torch.empty(N, count, dtype=torch.int64, device=device)
+        best_NP, log_probs_NP = torch.empty(2, N, count, dtype=torch.float32, device=device)
+    else:
+        ids_NP, best_NP, log_probs_NP = out
     if N == 0:
         return ids_NP, best_NP, log_probs_NP
     scan_kernel[(C, N)](

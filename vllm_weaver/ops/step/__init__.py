@@ -2,7 +2,7 @@
 """The trees of one batch, laid out from stored trees: what a verification step starts from.
 
 The module knows nothing of vLLM and of who proposed the trees. `reference` is the definition;
-`triton` does it in one launch.
+`triton` does each op in one launch.
 """
 
 from __future__ import annotations
@@ -13,9 +13,14 @@ import torch
 from torch import Tensor
 
 from vllm_weaver.ops.dispatch import Backends, expect_indices, expect_shapes, refuse
-from vllm_weaver.ops.step.reference import StepTensors, StoredTrees, prepare_step_reference
+from vllm_weaver.ops.step.reference import (
+    StepTensors,
+    StoredTrees,
+    prepare_step_reference,
+    state_slots_reference,
+)
 
-__all__ = ["StepTensors", "StoredTrees", "prepare_step"]
+__all__ = ["StepTensors", "StoredTrees", "prepare_step", "state_slots"]
 
 OP = "prepare_step"
 
@@ -23,6 +28,8 @@ _BACKENDS: Backends[Callable[..., None]] = Backends(OP, prepare_step_reference)
 _BACKENDS.register(
     "triton", "vllm_weaver.ops.step.triton:prepare_step_triton", default_on=("cuda",)
 )
+_SLOTS: Backends[Callable[..., None]] = Backends("state_slots", state_slots_reference)
+_SLOTS.register("triton", "vllm_weaver.ops.step.triton:state_slots_triton", default_on=("cuda",))
 
 
 def prepare_step(
@@ -138,3 +145,50 @@ def prepare_step(
             )
     run = _BACKENDS.pick(backend, device)
     run(stored, slots, query_start_loc, seq_lens, input_ids, positions, out)
+
+
+def state_slots(
+    block_table: Tensor,
+    seq_lens: Tensor,
+    num_nodes: Tensor,
+    block_size: int,
+    out: Tensor,
+    *,
+    backend: str | None = None,
+) -> None:
+    """Slots of the committed states that a batch's trees start from.
+
+    ===========  ======  =====  ======  ============================================================
+    name         shape   dtype  in/out  meaning
+    ===========  ======  =====  ======  ============================================================
+    block_table  [R, C]  int32  in      cache blocks of each request; its rows may be strided
+    seq_lens     [R]     int32  in      tokens of each request, the tree's rows included
+    num_nodes    [R]     int32  in      live rows of each tree; 0: no tree
+    block_size           int    in      tokens of a block, where a sequence's state is in the block
+                                        of its last token; 0 where it is in the first one
+    out          [R]     int32  out     the block; -1 without a tree, and for block 0 and below,
+                                        which hold no state
+    ===========  ======  =====  ======  ============================================================
+
+    Backends: "reference" (any device, no host synchronisation) and "triton" (one launch). None
+    takes "triton" on a GPU, else "reference".
+
+    Raises:
+        ValueError: unknown backend, or shapes, dtypes or devices that do not fit together.
+    """
+    op, R = "state_slots", len(out)
+    if block_table.dim() != 2 or block_table.shape[1] < 1 or block_table.stride(1) != 1:
+        refuse(op, f"block_table has shape {list(block_table.shape)}, expected [R, blocks]")
+    expect_shapes(
+        op,
+        out.device,
+        {
+            "block_table": (block_table, (R, block_table.shape[1])),
+            "seq_lens": (seq_lens, (R,)),
+            "num_nodes": (num_nodes, (R,)),
+            "out": (out, (R,)),
+        },
+    )
+    expect_indices(op, {"block_table": block_table, "seq_lens": seq_lens, "num_nodes": num_nodes})
+    if R:
+        _SLOTS.pick(backend, out.device)(block_table, seq_lens, num_nodes, block_size, out)

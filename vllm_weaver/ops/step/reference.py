@@ -112,3 +112,14 @@ def prepare_step_reference(
         # Dead rows add nothing to the batch's first entry.
         added = offsets_nT.long().flatten().expand(*positions.shape[:-1], -1)
         positions.index_add_(-1, entry_nT.flatten(), added)
+
+
+def state_slots_reference(
+    block_table: Tensor, seq_lens_R: Tensor, num_nodes_R: Tensor, block_size: int, out_R: Tensor
+) -> None:
+    """The definition of `vllm_weaver.ops.state_slots`, which has the tensor table."""
+    blocks_R = block_table[:, 0]
+    if block_size:
+        column_R = ((seq_lens_R - 1) // block_size).clamp(min=0).long()
+        blocks_R = block_table.gather(1, column_R[:, None])[:, 0]
+    out_R.copy_(torch.where((blocks_R > 0) & (num_nodes_R > 0), blocks_R, -1))

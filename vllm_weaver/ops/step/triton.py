@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 # mypy: disable-error-code="no-untyped-def, assignment, misc"
-"""A step's trees in one Triton launch: a program per part of a request's rows.
+"""A step's trees in one Triton launch, a program per part of a request's rows, and its states.
 
-The module knows nothing of vLLM. Its definition is `reference.prepare_step_reference`.
+The module knows nothing of vLLM. The definitions are in `reference`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vllm_weaver.ops.dispatch import refuse
+from vllm_weaver.ops.dispatch import expect_kernel_device, refuse
 from vllm_weaver.ops.step.reference import StepTensors, StoredTrees
 
 ROWS = 64
@@ -97,6 +97,30 @@ def prepare_step_kernel(
         tl.store(out_context_lens_ptr + r, (seq_len - count).to(tl.int32))
 
 
+@triton.jit(do_not_specialize=["R", "block_size", "stride_r"])
+def state_slots_kernel(
+    table_ptr,
+    seq_lens_ptr,
+    num_nodes_ptr,
+    out_ptr,
+    R,
+    block_size,
+    stride_r,
+    LAST: tl.constexpr,
+    BR: tl.constexpr,
+):
+    """Grid (R / BR,). LAST: the block of the last token, else the first block."""
+    r = tl.program_id(0) * BR + tl.arange(0, BR)
+    mask = r < R
+    nodes = tl.load(num_nodes_ptr + r, mask=mask, other=0)
+    at = table_ptr + r.to(tl.int64) * stride_r
+    if LAST:
+        seq_len = tl.load(seq_lens_ptr + r, mask=mask, other=1).to(tl.int32)
+        at += tl.maximum(seq_len - 1, 0) // block_size
+    block = tl.load(at, mask=mask, other=0).to(tl.int32)
+    tl.store(out_ptr + r, tl.where((block > 0) & (nodes > 0), block, -1), mask=mask)
+
+
 INTERPRETED = not isinstance(prepare_step_kernel, triton.runtime.JITFunction)
 
 
@@ -114,12 +138,7 @@ def prepare_step_triton(
     Raises:
         ValueError: a device that Triton cannot run on, or a tensor that is not contiguous.
     """
-    if input_ids.device.type != "cuda" and not INTERPRETED:
-        refuse(
-            "prepare_step",
-            f"the triton backend cannot run on {input_ids.device.type} tensors without "
-            'TRITON_INTERPRET=1: use backend="reference"',
-        )
+    expect_kernel_device("prepare_step", input_ids.device, INTERPRETED)
     inputs = {"slots": slots, "query_start_loc": query_start_loc, "seq_lens": seq_lens}
     named = {**stored._asdict(), **inputs, "input_ids": input_ids, **out._asdict()}
     for name, tensor in named.items():
@@ -150,4 +169,28 @@ def prepare_step_triton(
         A=axes,
         BT=block,
         num_warps=1 if block <= 32 else 2,
+    )
+
+
+def state_slots_triton(
+    block_table: Tensor, seq_lens: Tensor, num_nodes: Tensor, block_size: int, out: Tensor
+) -> None:
+    """Launch the kernel; tensors as in `vllm_weaver.ops.state_slots`.
+
+    Raises:
+        ValueError: a device that Triton cannot run on, or a vector that is not contiguous.
+    """
+    expect_kernel_device("state_slots", out.device, INTERPRETED)
+    for tensor in (seq_lens, num_nodes, out):
+        if not tensor.is_contiguous():
+            refuse("state_slots", f"a vector has strides {tensor.stride()}, expected 1")
+    block = min(128, triton.next_power_of_2(len(out)))
+    state_slots_kernel[(triton.cdiv(len(out), block),)](
+        *(block_table, seq_lens, num_nodes, out),
+        len(out),
+        block_size,
+        block_table.stride(0),
+        LAST=block_size > 0,
+        BR=block,
+        num_warps=1,
     )
