@@ -6,6 +6,7 @@ The kernels run on a GPU if there is one, else in Triton's interpreter, in a pro
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import fields, replace
 from typing import Any
@@ -39,13 +40,18 @@ if INTERPRETED:
 
 def expected_tree(case: Any, roots: Tensor, budget: int, **options: Any) -> DraftTree:
     """The definition, on the CPU, for the live requests alone."""
-    scorer = case.adapter.cpu().begin(*case.step, case.embed, case.lm_head, budget + 1)
+    scorer = case.adapter.begin(*case.step, case.embed, case.lm_head, budget + 1)
     depth = case.adapter.config.depth
     return build_weaver_tree(scorer, roots.clamp(min=0), budget, depth, **options)
 
 
+def adapter_there(case: Any) -> WeaverAdapter:
+    """A copy of the case's adapter where the kernels run; the definition's stays on the CPU."""
+    return copy.deepcopy(case.adapter).to(DEVICE)
+
+
 def weaver_for(case: Any, budget: int, *, tables: bool = False, **options: Any) -> TreeWeaver:
-    adapter = case.adapter.to(DEVICE)
+    adapter = adapter_there(case)
     embed, lm_head = case.embed.to(DEVICE), case.lm_head.to(DEVICE)
     projected = adapter.precompute(embed, lm_head) if tables else None
     return TreeWeaver(
@@ -149,7 +155,7 @@ def test_with_the_samplers_noise_trees_are_those_of_the_definition(make_case, ta
     roots, options = torch.tensor([1, 2, 3]), dict(expansion_width=3, children=4)
     weaver = weaver_for(case, 10, tables=tables, **options)
     actual = weaver.build(*(x.to(DEVICE) for x in case.step), roots.to(DEVICE), there).to("cpu")
-    scorer = case.adapter.cpu().begin(*case.step, case.embed, case.lm_head, 11)
+    scorer = case.adapter.begin(*case.step, case.embed, case.lm_head, 11)
     depth = case.adapter.config.depth
     expected = build_weaver_tree(noise.expanding(scorer), roots, 10, depth, **options)
     assert_same(actual, expected)
@@ -336,15 +342,18 @@ def test_replayed_graphs_follow_their_inputs(make_case) -> None:
     weaver = weaver_for(case, 7, expansion_width=2)
     step = [x.to(DEVICE) for x in case.step]
     weaver.build(*step, roots.to(DEVICE))
+    launches = weaver.launches
+    weaver.build(*step, roots.to(DEVICE), nodes=1)
+    assert weaver.launches < launches
     for seed, requests in ((1, 4), (2, 3), (3, 3), (4, 1)):
         other = make_case(requests=4, seed=seed)
         other.adapter, other.embed, other.lm_head = case.adapter, case.embed, case.lm_head
         for old, new in zip(step, other.step, strict=True):
             old.copy_(new)
         actual = weaver.build(*(x[:requests] for x in step), roots[:requests].to(DEVICE))
+        assert weaver.launches == launches
         actual = actual.to("cpu")
         assert_same(actual, expected_tree(other, roots, 7, expansion_width=2), slice(requests))
-        case.adapter.to(DEVICE)
 
 
 @needs_kernel
@@ -372,7 +381,7 @@ def test_unfit_arguments_are_refused(make_case) -> None:
     with pytest.raises(ValueError, match="max_requests is 0"):
         weaver_for(case, 5, max_requests=0)
     with pytest.raises(AdapterError, match="needs the whole table"):
-        TreeWeaver(case.adapter, None, None, max_requests=1, budget=5, pool=6)
+        TreeWeaver(adapter_there(case), None, None, max_requests=1, budget=5, pool=6)
     weaver = weaver_for(case, 5)
     assert weaver.nbytes() > 0
     with pytest.raises(AdapterError, match="candidate_ids_RDP"):

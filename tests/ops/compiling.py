@@ -44,7 +44,8 @@ def compile_kernel(
     Returns:
         Registers and spilled bytes a thread, shared bytes a block; whether wgmma is used, how many
         loads of 16 bytes, reductions over a warp and shuffles there are; for each loop with wgmma
-        its instructions and how many of them read or write spilled registers.
+        its instructions and how many of them read or write spilled registers; for float32 sums over
+        rows, by shape, the numbers that a thread adds up before threads exchange theirs.
     """
     import triton
     from triton.backends.compiler import GPUTarget
@@ -78,7 +79,22 @@ def compile_kernel(
         "warp_reductions": len(re.findall(r"redux\.sync", ptx)),
         "wgmma_loops": wgmma_loops(code),
         "shuffles": len(re.findall(r"shfl\.sync", ptx)),
+        "row_sums": row_sums(compiled.asm["ttgir"]),
     }
+
+
+def row_sums(code: str) -> dict[str, list[int]]:
+    """Elements of a row in one thread, for sums over tensors of each shape; not of products."""
+    blocked = r"^(#\w+) = #ttg\.blocked<\{sizePerThread = \[\d+, (\d+)\]"
+    neighbours = {name: int(count) for name, count in re.findall(blocked, code, re.MULTILINE)}
+    linear = r"^(#\w+) = #ttg\.linear<\{register = (\[.*?\]), lane"
+    for name, registers in re.findall(linear, code, re.MULTILINE):
+        neighbours[name] = 2 ** len(re.findall(r"\[\d+, [1-9]\d*\]", registers))
+    found: dict[str, set[int]] = {}
+    for shape, layout in re.findall(r"\}\) : \(tensor<(\d+x\d+)xf32, (#\w+)>\)", code):
+        if layout in neighbours:
+            found.setdefault(shape, set()).add(neighbours[layout])
+    return {shape: sorted(counts) for shape, counts in found.items()}
 
 
 def wgmma_loops(code: str) -> list[dict[str, int]]:

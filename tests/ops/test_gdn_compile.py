@@ -20,6 +20,11 @@ COMMIT_SHUFFLES = {"commit of rows": 48, "commit of raw rows": 96}
 """In the exact commit: 3 for each of 8 rows of a thread, or 4 for each of 16, and 5 for a norm here
 and there. Whole rows, as in decode, take 5 for each of 32."""
 
+RECURRENCES = ("delayed", "decode", "commit of")
+"""Kernels that apply nodes one by one, and so add up a row of the state in decode's order."""
+LANE = 4
+"""Numbers of a float32 state that a thread loads at once."""
+
 HK, HV, K, V, W = 16, 48, 128, 128, 4
 C = 2 * HK * K + HV * V
 POINTER_TYPES = {
@@ -56,7 +61,7 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any
     from vllm_weaver.ops.gdn.triton_pending import held
 
     heads = {"STATE_STRIDE": HV * V * K, "HK": HK, "HV": HV, "K": K, "V": V}
-    shapes = (1, 16), (16, 16), (16, 32), (1, 64), (16, 64)
+    shapes = (1, 16), (16, 16), (1, 32), (16, 32), (1, 64), (16, 64)
     for (R, T), pending in itertools.product(shapes, (False, True)):
         tiling = gdn.choose_tiling(R, T, HV, V, K, torch.bfloat16, arch // 10)
         columns, hold = held(K, tiling.block_k, torch.float32)
@@ -130,7 +135,7 @@ def compile_all(arch: int) -> dict[str, dict]:
         types = {"state_ptr": "*bf16"} if name.startswith("conv") else {}
         if constants.get("RAW_GATES"):
             types |= {"g_ptr": "*bf16", "beta_ptr": "*bf16"}
-        figures[name] = compile_kernel(
+        figure = figures[name] = compile_kernel(
             kernel,
             arch,
             constants,
@@ -138,6 +143,10 @@ def compile_all(arch: int) -> dict[str, dict]:
             aligned,
             **options,
         )
+        if name.startswith(RECURRENCES):
+            columns = constants.get("PENDING_BK") or constants.get("BK") or K
+            shape = f"{constants['BV']}x{columns // LANE}"
+            figure["neighbours_first"] = figure["row_sums"].get(shape)
     return figures
 
 
@@ -151,6 +160,9 @@ def test_kernels_compile_within_limits(arch: int) -> None:
             assert figure["wgmma"], (name, figure)
         if name == "decode" or name in COMMIT_SHUFFLES or ("delayed" in name and "T=16" in name):
             assert figure["spilled_bytes"] <= (0 if arch == 90 else 8), (name, figure)
+        if name.startswith(RECURRENCES):
+            # None: `lane_sums` begins with the two halves of a row.
+            assert figure["neighbours_first"] == [1], (name, figure)
         if name.startswith("commit of"):
             assert figure["shuffles"] <= COMMIT_SHUFFLES[name], (name, figure)
 

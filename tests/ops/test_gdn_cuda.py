@@ -427,8 +427,10 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs g++")
     program = tmp_path_factory.mktemp("emulator") / "faults"
     source = Path(__file__).parent / "emulator_faults.cpp"
-    command = ["g++", "-std=c++17", "-O1", "-DWEAVER_EMULATE", f"-I{build.SOURCES}", source]
-    subprocess.run([*command, "-o", program], check=True)
+    # Checks that some compilers have by default, and that fibres must pass.
+    hardened = ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3", "-fstack-protector-strong"]
+    command = ["g++", "-std=c++17", "-O1", "-DWEAVER_EMULATE", f"-I{build.SOURCES}", *hardened]
+    subprocess.run([*command, source, "-o", program], check=True)
     return program
 
 

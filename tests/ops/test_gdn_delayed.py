@@ -186,7 +186,10 @@ def test_windows_of_delayed_commits_give_the_states_of_eager_ones(backend: str) 
 
 @needs_kernel
 @pytest.mark.parametrize(
-    "tiling", [(16, 64, 32), (16, 32, 64), (32, 128, 32), (64, 64, 128), (64, 128, 128)], ids=str
+    "tiling",
+    # With blocks of 32 by 32, rows and the state's tiles have one shape (`recurrence.places`).
+    [(16, 64, 32), (16, 32, 64), (32, 32, 32), (32, 128, 32), (64, 64, 128), (64, 128, 128)],
+    ids=str,
 )
 def test_every_tiling_gives_the_same(tiling: tuple[int, int, int]) -> None:
     from vllm_weaver.ops.gdn.triton import Tiling, empty_stash, launch_verify

@@ -122,7 +122,7 @@ class TreeWeaver:
         self.rounds = self.shape_for(budget)[1]
         self._overlap = can_overlap(device) if overlap is None else overlap
         self._tilings, self._score_tilings = tilings, score_tilings
-        self._graphs: dict[tuple[object, ...], torch.cuda.CUDAGraph] | None = (
+        self._graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, int]] | None = (
             {} if (device.type == "cuda" if graphs is None else graphs) else None
         )
 
@@ -287,8 +287,7 @@ class TreeWeaver:
         padded = min(padded, self.max_requests)
         self._roots[requests:padded].fill_(-1)
         key = (padded, nodes, *((x.data_ptr(), x.dtype, x.stride()) for x in arrays))
-        graph = self._graphs.get(key)
-        if graph is None:
+        if key not in self._graphs:
             # Once outside a capture, since the first launch of a kernel compiles and loads it.
             self._launch(padded, nodes, *arrays)
             graph = torch.cuda.CUDAGraph()
@@ -297,7 +296,8 @@ class TreeWeaver:
                 self._launch(padded, nodes, *arrays)
             if len(self._graphs) >= MAX_GRAPHS:
                 self._graphs.pop(next(iter(self._graphs)))
-            self._graphs[key] = graph
+            self._graphs[key] = graph, self.launches
+        graph, self.launches = self._graphs[key]
         graph.replay()
 
     def _launch(

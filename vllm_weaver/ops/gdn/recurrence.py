@@ -178,11 +178,23 @@ def advance(state, k, v, g, beta, J: tl.constexpr, LANE: tl.constexpr):
 
 
 @triton.jit
+def places(rows, BK: tl.constexpr):
+    """Addresses [rows, 1, BK] of a state's first tile, from those where its rows start.
+
+    The second dimension is for the order of additions. The compiler gives a thread as many
+    neighbours of a tile as of any other tile of that shape in the kernel: of [rows, BK] that could
+    be more, those of a narrower dtype, and `lane_sums` would then add up neighbours first.
+    """
+    return rows[:, None, None] + tl.arange(0, BK)[None, None, :]
+
+
+@triton.jit
 def load_state(place, BK: tl.constexpr, J: tl.constexpr, LANE: tl.constexpr):
-    """A state in float32 pieces, from `place` [rows, BK], the addresses of its first tile."""
+    """A state in float32 pieces, from the addresses of its first tile, of `places`."""
     state = ()
     for j in tl.static_range(J):
-        state = state + pieces_of(tl.load(place + j * BK).to(tl.float32), LANE)
+        tile = tl.reshape(tl.load(place + j * BK), (place.shape[0], BK))
+        state = state + pieces_of(tile.to(tl.float32), LANE)
     return state
 
 
@@ -190,7 +202,7 @@ def load_state(place, BK: tl.constexpr, J: tl.constexpr, LANE: tl.constexpr):
 def store_state(place, state, BK: tl.constexpr, J: tl.constexpr, LANE: tl.constexpr):
     """Write a state to where `load_state` found it, or to another such place."""
     for j in tl.static_range(J):
-        tile = joined_pieces(state, j * LANE, LANE)
+        tile = tl.reshape(joined_pieces(state, j * LANE, LANE), place.shape)
         tl.store(place + j * BK, tile.to(place.dtype.element_ty))
 
 

@@ -204,9 +204,8 @@ def tree_verify_kernel(
     stash_row = r * T * HV + hv
     if PENDING:
         J: tl.constexpr = K // PENDING_BK
-        rows = state_ptr + slot * STATE_STRIDE + (hv * V + col[:, None]) * K
         tiles = commit_pending(
-            rows + tl.arange(0, PENDING_BK)[None, :],
+            state_ptr + slot * STATE_STRIDE + (hv * V + col) * K,
             pending_k_ptr,
             pending_v_ptr,
             pending_g_ptr,

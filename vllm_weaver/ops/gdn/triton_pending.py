@@ -35,6 +35,7 @@ from vllm_weaver.ops.gdn.recurrence import (
     columns_of_tile,
     joined_pieces,
     load_state,
+    places,
     rounded,
     row_of,
     store_state,
@@ -48,7 +49,7 @@ if TYPE_CHECKING:
 
 @triton.jit
 def commit_pending(
-    place,
+    rows,
     k_ptr,
     v_ptr,
     g_ptr,
@@ -77,11 +78,12 @@ def commit_pending(
 ):
     """Commit the path of request `r`; its state rows `col` in tiles of BK columns, as written.
 
-    `place` [BV, BK] are the addresses of the first tile. With MOVED, requests_ptr tells which of
+    `rows` [BV] are the addresses where the rows start. With MOVED, requests_ptr tells which of
     the earlier step's requests it is. All loads of a request without a path are of its node 0.
     """
     J: tl.constexpr = K // BK
-    LANE: tl.constexpr = 128 // place.dtype.element_ty.primitive_bitwidth
+    LANE: tl.constexpr = 128 // rows.dtype.element_ty.primitive_bitwidth
+    place = places(rows, BK)
     state = load_state(place, BK, J, LANE)
     if MOVED:
         earlier = tl.load(requests_ptr + r).to(tl.int64)

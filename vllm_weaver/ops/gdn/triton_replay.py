@@ -36,6 +36,7 @@ from vllm_weaver.ops.gdn.recurrence import (
     advance,
     columns_of_tile,
     load_state,
+    places,
     rounded,
     row_of,
     row_sums,
@@ -110,9 +111,9 @@ def decode_kernel(
     if slot < 0:
         tl.store(out, tl.zeros((BV,), out_ptr.dtype.element_ty))
         return
-    place = state_ptr + slot * STATE_STRIDE + (hv * V + col[:, None]) * K + dim[None, :]
     # A thread's neighbours: what it loads of the state at once.
     LANE: tl.constexpr = 128 // state_ptr.dtype.element_ty.primitive_bitwidth
+    place = places(state_ptr + slot * STATE_STRIDE + (hv * V + col) * K, K)
     state = load_state(place, K, 1, LANE)
     q = tl.load(q_ptr + r * q_stride_r + hk * K + dim).to(tl.float32)
     k = tl.load(k_ptr + r * k_stride_r + hk * K + dim).to(tl.float32)
@@ -246,7 +247,7 @@ def commit_kernel(
     path = path_ptr + r * path_stride_r
     J: tl.constexpr = K // BK
     LANE: tl.constexpr = 128 // state_ptr.dtype.element_ty.primitive_bitwidth
-    place = (hv * V + col[:, None]) * K + tl.arange(0, BK)[None, :]
+    place = places((hv * V + col) * K, BK)
     state = load_state(state_ptr + source * STATE_STRIDE + place, BK, J, LANE)
     k_1 = 0
     k_2 = 0
