@@ -3,6 +3,7 @@
 
     python -m benchmarks.ops.weave [--quick] [--out FILE]
     python -m benchmarks.ops.weave --tune [--out FILE]      # see weave_tune.py
+    python -m benchmarks.ops.weave --spine [--out FILE]     # rounds and spine at R = 1, B = 63
     python -m benchmarks.ops.weave --interpret
 
 Shapes are the published adapter's at Qwen3.6-27B's width and vocabulary, weights and states are
@@ -12,9 +13,9 @@ they come from memory. What fails its check is not timed, and the run ends with 
 a table.
 
 Checks: pools against the definition, entry by entry, on hard rows; trees in float32 at a small size
-against `build_weaver_tree`, row by row; trees at full size, by the sum of their path probabilities
-under the definition, which must be within 5 % of the definition's own tree's; equal bits in every
-repetition. `--interpret` runs those that fit, at toy sizes, on a CPU.
+against `build_weaver_tree` and `build_spine_tree`, row by row; trees at full size, by the sum of
+their path probabilities under the definition, which must be within 5 % of the definition's own
+tree's; equal bits in every repetition. `--interpret` runs those that fit, at toy sizes, on a CPU.
 """
 
 from __future__ import annotations
@@ -39,8 +40,13 @@ from vllm_weaver.adapter import AdapterTables, WeaverAdapter, WeaverConfig
 from vllm_weaver.adapter.tiling import Tiling, choose_tiling, linear_scratch
 from vllm_weaver.adapter.triton import INTERPRETED, launch_linear
 from vllm_weaver.ops import top_pool
-from vllm_weaver.tree import DraftTree, build_weaver_tree
-from vllm_weaver.tree.rank_triton import rank_rows
+from vllm_weaver.tree import (
+    DraftTree,
+    SpineShape,
+    build_spine_tree,
+    build_weaver_tree,
+    spine_of,
+)
 from vllm_weaver.weave import TreeWeaver
 from vllm_weaver.weave.weaver import can_overlap
 
@@ -141,13 +147,18 @@ class Step:
     def weave(self, weaver: TreeWeaver, nodes: int | None = None) -> DraftTree:
         return weaver.build(self.verified, self.hidden, *self.pools, self.roots, nodes=nodes)
 
-    def define(self, budget: int, tables: AdapterTables | None = None) -> DraftTree:
+    def define(
+        self, budget: int, tables: AdapterTables | None = None, spine: bool = False
+    ) -> DraftTree:
         """The same trees by the plain path."""
         matrices = (self.embed, self.lm_head) if tables is None else (None, None)
+        shape, depth = SpineShape.of(budget), self.shape.depth
+        rows = shape.rows(depth) if spine else budget + 1
         scorer = self.adapter.begin(
-            *(self.verified, self.hidden, *self.pools, *matrices, budget + 1),
-            tables=tables,
+            *(self.verified, self.hidden, *self.pools, *matrices, rows), tables=tables
         )
+        if spine:
+            return build_spine_tree(scorer, self.roots, spine_of(*self.pools), budget, depth)
         return build_weaver_tree(scorer, self.roots, budget, self.shape.depth, full_pools=True)
 
     def worth(self, tree: DraftTree) -> Tensor:
@@ -206,9 +217,10 @@ def check_pools(checks: Checks, shape: Shape, device: str) -> None:
 def check_small_trees(checks: Checks, device: str, small: Shape) -> None:
     """Float32 trees, row by row; the definition runs on the CPU."""
     cases = (("v1", 2, 63, False), ("v2", 3, 31, True)) if device == "cuda" else ()
-    for variant, R, budget, tables in (*cases, ("v1", 1, 6, True)):
+    both = (*cases, ("v1", 1, 6, True))
+    for variant, R, budget, tables, spine in ((*x, y) for y in (False, True) for x in both):
         step = Step(small, R, "cpu", torch.float32, variant)
-        expected = step.define(budget)
+        expected = step.define(budget, spine=spine)
         on_device = Step(small, R, device, torch.float32, variant)
         for name, value in vars(step).items():
             if isinstance(value, Tensor):
@@ -216,9 +228,10 @@ def check_small_trees(checks: Checks, device: str, small: Shape) -> None:
         on_device.adapter.load_state_dict(step.adapter.state_dict())
         on_device.pools = tuple(x.to(device) for x in step.pools)  # type: ignore[assignment]
         made = on_device.adapter.precompute(on_device.embed, on_device.lm_head)
-        weaver = on_device.weaver(budget, made if tables else None)
+        weaver = on_device.weaver(budget, made if tables else None, spine=spine)
         same = same_trees(on_device.weave(weaver), expected)
-        checks.note(f"float32 trees, {variant}, R={R}, B={budget}, tables={tables}", same, same)
+        name = f"float32 {'spine ' * spine}trees, {variant}, R={R}, B={budget}, tables={tables}"
+        checks.note(name, same, same)
 
 
 @dataclass(frozen=True)
@@ -240,6 +253,7 @@ class Form:
 def forms_of(overlap: bool) -> list[Form]:
     """The package's own, and without the overlap that it has by default."""
     forms = [Form("raw", False), Form("tables", True)]
+    forms.append(Form("spine", True, {"spine": True}))
     if overlap:
         forms.append(Form("tables, no overlap", True, {"overlap": False}, True))
     return forms
@@ -249,11 +263,14 @@ def check_full_trees(
     checks: Checks, step: Step, tables: AdapterTables, budget: int, forms: list[Form]
 ) -> list[Form]:
     """The forms that hold."""
-    expected = step.worth(step.define(budget))
     few = min(15, budget)
-    expected_few = step.worth(step.define(few))
+    worth = {
+        spine: [step.worth(step.define(nodes, spine=spine)) for nodes in (budget, few)]
+        for spine in {bool(form.options.get("spine")) for form in forms}
+    }
     good = []
     for form in forms:
+        expected, expected_few = worth[bool(form.options.get("spine"))]
         label = f"R={step.R}, B={budget}, {form.name}"
         try:
             weaver = form.weaver(step, budget, tables)
@@ -267,8 +284,8 @@ def check_full_trees(
         difference = float((step.worth(trees[0]) / expected - 1).abs().max())
         part = kept(step.weave(weaver, few))
         rows = part.tokens[:, : few + 1], part.parents[:, : few + 1], part.num_nodes
-        worth = step.worth(DraftTree.from_parents(*rows))
-        difference = max(difference, float((worth / expected_few - 1).abs().max()))
+        smaller = step.worth(DraftTree.from_parents(*rows))
+        difference = max(difference, float((smaller / expected_few - 1).abs().max()))
         name, close = f"worth against the definition's, {label}", difference < WORTH_LIMIT
         if checks.note(name, round(difference, 5), close, form.optional) and holds:
             good.append(form)
@@ -351,12 +368,12 @@ def bench_weave(
         weaver = form.weaver(step, budget, tables)
 
         def prefix(weaver: TreeWeaver = weaver) -> None:
-            weaver._start(R, hidden, weaver.width)
+            weaver._start(R, hidden, weaver.groups_for(budget)[0])
             weaver._run_prefix(R)
 
         def node_steps(weaver: TreeWeaver = weaver) -> None:
-            for _ in range(weaver.rounds):
-                weaver._run_nodes(R, weaver.width)
+            for group in weaver.groups_for(budget):
+                weaver._run_nodes(R, group)
 
         def build(weaver: TreeWeaver = weaver) -> None:
             step.weave(weaver)
@@ -379,7 +396,7 @@ def bench_weave(
         bench_round(bench, step, weaver, name, pools)
 
         def rank(weaver: TreeWeaver = weaver) -> None:
-            rank_rows(weaver._row_scores, weaver._tree, weaver._ranked, R)
+            weaver._rank(R, budget)
 
         bench.time("rank rows", name, R, budget, [rank])
     if plain:
@@ -390,20 +407,22 @@ def bench_weave(
 def bench_round(
     bench: Bench, step: Step, weaver: TreeWeaver, name: str, pools: tuple[Tensor, Tensor]
 ) -> float | None:
-    """The launches of one round: scores alone, growth alone, and both; returns the last.
+    """The launches of the second round: scores alone, growth alone, and both; returns the last.
 
     A ticket that never comes up keeps growth away; entries without a node have nothing to score.
     """
-    R, B, G = step.R, weaver.budget, weaver.width
+    R, B = step.R, weaver.budget
+    G = weaver.groups_for(B)[1]
     query, squares = weaver._run_nodes(R, G)
     nodes = torch.arange(R * G, device=step.device) % G
 
     def launch() -> None:
-        weaver._score_and_grow(R, 0, query, squares, *pools, (), width=G, nodes=B)
+        weaver._score_and_grow(R, 1, query, squares, *pools, (), nodes=B)
 
     def prepare(live: bool, ticket: int) -> None:
-        weaver._node.copy_(nodes if live else nodes - G)
-        weaver._depth.copy_(nodes * 3 % step.shape.depth)
+        node, depth, _ = weaver._own_entries(1)
+        node[: R * G] = nodes if live else nodes - G
+        depth[: R * G] = nodes * 3 % step.shape.depth
         weaver._request_ticket.fill_(ticket)
 
     calls = [launch] * 16
@@ -541,6 +560,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", default="benchmarks/results/ops-weave.json")
     parser.add_argument("--quick", action="store_true", help="R = 1 and 16, B = 63, fewer replays")
+    parser.add_argument(
+        "--spine", action="store_true", help="R = 1, B = 63: rounds and spine alone"
+    )
     parser.add_argument("--tune", action="store_true", help="time launch shapes, and no more")
     parser.add_argument("--interpret", action="store_true", help="checks alone, on a CPU")
     parser.add_argument("--compile-workers", type=int, default=14)
@@ -555,7 +577,7 @@ def main() -> None:
         raise SystemExit("benchmarks.ops.weave needs a GPU, or --interpret for its checks alone")
     started = time.perf_counter()
     overlap = can_overlap(torch.device(DEVICE))
-    checks, bench = Checks(), Bench(15 if args.quick or args.tune else 31)
+    checks, bench = Checks(), Bench(15 if args.quick or args.tune or args.spine else 31)
     with multiprocessing.get_context("spawn").Pool(args.compile_workers) as workers:
         if args.tune:
             from benchmarks.ops.weave_tune import tune
@@ -563,16 +585,19 @@ def main() -> None:
             found = tune(checks, bench, workers, overlap)
             write_report(args.out, started, checks, bench, found=found)
             return
-        batches = (1, 16) if args.quick else (1, 4, 16)
-        budgets = (63,) if args.quick else (15, 31, 63, 127)
+        batches = (1,) if args.spine else (1, 16) if args.quick else (1, 4, 16)
+        budgets = (63,) if args.quick or args.spine else (15, 31, 63, 127)
         forms = forms_of(overlap)
+        if args.spine:
+            forms = [form for form in forms if form.name in ("tables", "spine")]
         tasks: list[tuple[str, int, int, list[Form]]] = [("pool", 1, 0, [])]
         for budget in reversed(budgets):
             tasks += [("weave", R, budget, [form]) for R in batches for form in forms]
         workers.map(compile_part, tasks, chunksize=1)
     print(f"{len(tasks)} parts compiled in {time.perf_counter() - started:.0f} s", flush=True)
 
-    check_pools(checks, FULL, "cuda")
+    if not args.spine:
+        check_pools(checks, FULL, "cuda")
     check_small_trees(checks, "cuda", SMALL)
     for R in batches:
         step = Step(FULL, R, "cuda", torch.bfloat16)
@@ -580,13 +605,14 @@ def main() -> None:
         good = {b: check_full_trees(checks, step, tables, b, forms) for b in budgets}
         if checks.failed:
             break
-        bench_pools(bench, step)
+        if not args.spine:
+            bench_pools(bench, step)
         for budget in budgets:
-            plain = (budget == 63 and not args.quick) or (R == 1 and budget == 63)
+            plain = budget == 63 and (R == 1 or not args.quick) and not args.spine
             bench_weave(bench, step, tables, budget, good[budget], plain)
         del step, tables
         torch.cuda.empty_cache()
-    if not checks.failed:
+    if not checks.failed and not args.spine:
         for rows in (4, 64):
             bench_linears(bench, FULL, rows)
     write_report(args.out, started, checks, bench)

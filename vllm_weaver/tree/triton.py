@@ -51,6 +51,7 @@ def push_children(
     log_probs,
     ids,
     expanded,
+    closed,
     row,
     score,
     ids_ptr,
@@ -62,16 +63,17 @@ def push_children(
     GB: tl.constexpr,
     C: tl.constexpr,
     CB: tl.constexpr,
-    S: tl.constexpr,
-    L: tl.constexpr,
 ):
     """Put the best C children of every expanded node on the frontier, from place `first` on.
 
-    `log_probs`, `ids` [GB, S, L] with ids below 0 for padding; `expanded`, `row`, `score` [GB];
-    `ids_ptr` [GB] points at the pools of the children; the other pointers at the request's frontier
-    [F]. Nodes that are not expanded write places without a candidate.
+    `log_probs`, `ids` [GB, S, L] with ids below 0 for padding; `expanded`, `closed`, `row`, `score`
+    [GB]; `ids_ptr` [GB] points at the pools of the children; the other pointers at the request's
+    frontier [F]. Nodes that are not expanded write places without a candidate, and those of
+    `closed` candidates that are never popped, whose keys are the complements of their own.
     """
     INFINITY: tl.constexpr = 0x7F800000
+    S: tl.constexpr = log_probs.shape[1]
+    L: tl.constexpr = log_probs.shape[2]
     g = tl.arange(0, GB)
     c = tl.arange(0, CB)
     log_probs = tl.where(log_probs > 0.0, 0.0, log_probs)
@@ -88,9 +90,41 @@ def push_children(
     place = first + g[:, None] * C + c[None, :]
     magnitude = (total.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
     mask = (g < G)[:, None] & (c < C)[None, :]
-    tl.store(keys_ptr + place, (magnitude << 32) | place.to(tl.int64), mask=mask)
+    key = (magnitude << 32) | place.to(tl.int64)
+    tl.store(keys_ptr + place, tl.where(closed[:, None], -1 - key, key), mask=mask)
     tl.store(tokens_ptr + place, token, mask=mask)
     tl.store(parents_ptr + place, row[:, None] + tl.zeros_like(token), mask=mask)
+
+
+@triton.jit
+def pop_best(keys_ptr, used, G: tl.constexpr, GB: tl.constexpr, FB: tl.constexpr):
+    """Pop the best G of the first `used` candidates of a request's `keys_ptr` [F], best first.
+
+    Returns whether there was one, its place and its score, each [GB].
+    """
+    NO_KEY: tl.constexpr = 0x7F80000000000000
+    NO_VALUE: tl.constexpr = 0x7FFFFFFFFFFFFFFF
+    # A warp loads 64 keys at once; rows for four warps.
+    L: tl.constexpr = FB if FB < 64 else 64
+    ROWS: tl.constexpr = FB // L if FB // L < 4 else 4
+    S: tl.constexpr = FB // (L * ROWS)
+    g = tl.arange(0, GB)
+    f = tl.arange(0, ROWS)[:, None, None] * (S * L) + tl.arange(0, S)[None, :, None] * L
+    f = f + tl.arange(0, L)[None, None, :]
+    keys = tl.load(keys_ptr + f, mask=f < used, other=NO_VALUE)
+    keys = tl.where(keys < 0, NO_VALUE, keys)
+    found, places = _smallest((keys >> 32).to(tl.int32), f, G, ROWS, GB)
+    # The best of the rows' best by rank: keys of candidates are distinct.
+    best_of_rows = tl.reshape((found.to(tl.int64) << 32) | places.to(tl.int64), (ROWS * GB,))
+    ranks = tl.sum((best_of_rows[None, :] < best_of_rows[:, None]).to(tl.int32), 1)
+    here = ranks[:, None] == g[None, :]
+    best = tl.min(tl.where(here, best_of_rows[:, None], NO_VALUE), 0)
+    # The rows of a part have G each: beyond the G-th, more than are asked for.
+    popped = (best < NO_KEY) & (g < G)
+    place = (best & 0xFFFFFFFF).to(tl.int32)
+    score = -(best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
+    tl.store(keys_ptr + place, tl.full((GB,), NO_KEY, tl.int64), mask=popped)
+    return popped, place, score
 
 
 @triton.jit
@@ -117,26 +151,8 @@ def place_best(
     count and its words [T, W]. Returns live, row, token, depth, score and parent, each [GB], live
     ones first, and the count of rows after it.
     """
-    NO_KEY: tl.constexpr = 0x7F80000000000000
-    NO_VALUE: tl.constexpr = 0x7FFFFFFFFFFFFFFF
-    # A warp loads 64 keys at once; rows for four warps.
-    L: tl.constexpr = FB if FB < 64 else 64
-    ROWS: tl.constexpr = FB // L if FB // L < 4 else 4
-    S: tl.constexpr = FB // (L * ROWS)
     g = tl.arange(0, GB)
-    f = tl.arange(0, ROWS)[:, None, None] * (S * L) + tl.arange(0, S)[None, :, None] * L
-    f = f + tl.arange(0, L)[None, None, :]
-    keys = tl.load(keys_ptr + f, mask=f < used, other=NO_VALUE)
-    found, places = _smallest((keys >> 32).to(tl.int32), f, G, ROWS, GB)
-    # The best of the rows' best by rank: keys of candidates are distinct.
-    best_of_rows = tl.reshape((found.to(tl.int64) << 32) | places.to(tl.int64), (ROWS * GB,))
-    ranks = tl.sum((best_of_rows[None, :] < best_of_rows[:, None]).to(tl.int32), 1)
-    here = ranks[:, None] == g[None, :]
-    best = tl.min(tl.where(here, best_of_rows[:, None], NO_VALUE), 0)
-    popped = best < NO_KEY
-    place = (best & 0xFFFFFFFF).to(tl.int32)
-    score = -(best >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    tl.store(keys_ptr + place, tl.full((GB,), NO_KEY, tl.int64), mask=popped)
+    popped, place, score = pop_best(keys_ptr, used, G, GB, FB)
 
     placed = tl.load(num_nodes_ptr)
     row = placed + g

@@ -21,82 +21,8 @@ from vllm_weaver.adapter.triton import (
 )
 from vllm_weaver.ops.noise.drawn import drawn
 from vllm_weaver.tree.triton import place_best, place_root, push_children
-
-
-@triton.jit
-def _prepare_nodes(
-    r,
-    expands,
-    row,
-    token,
-    depth,
-    score,
-    parent,
-    token_rows_ptr,
-    positions_ptr,
-    node_ptr,
-    depth_ptr,
-    score_ptr,
-    position_ptr,
-    count_ptr,
-    slot_ptr,
-    path_ptr,
-    row_paths_ptr,
-    x_ptr,
-    scaled_ptr,
-    scale_ptr,
-    squares_ptr,
-    stride,
-    T: tl.constexpr,
-    D: tl.constexpr,
-    DB: tl.constexpr,
-    G: tl.constexpr,
-    GB: tl.constexpr,
-    E: tl.constexpr,
-    EB: tl.constexpr,
-    STREAM: tl.constexpr,
-    POSITIONS: tl.constexpr,
-):
-    """Write what the node step reads of each entry; entries that do not expand are inert.
-
-    The input row goes out times the weight of the norm that follows, with STREAM also as it is.
-    """
-    g = tl.arange(0, GB)
-    n = r * G + g
-    here = g < G
-    slot = (r * stride + D + 1 + row).to(tl.int32)
-    tl.store(node_ptr + n, tl.where(expands, row, -1), mask=here)
-    tl.store(depth_ptr + n, tl.where(expands, depth, 0), mask=here)
-    tl.store(score_ptr + n, score, mask=here)
-    tl.store(position_ptr + n, tl.where(expands, depth + 1, 0), mask=here)
-    tl.store(count_ptr + n, tl.where(expands, D + 2 + depth, 0), mask=here)
-    tl.store(slot_ptr + n, tl.where(expands, slot, -1), mask=here)
-
-    d = tl.arange(0, DB)[None, :]
-    above = expands[:, None] & (d < depth[:, None])
-    old = tl.load(row_paths_ptr + (r * T + parent)[:, None] * D + d, mask=above, other=0)
-    path = tl.where(d == depth[:, None], slot[:, None], old)
-    mask = expands[:, None] & (d < D)
-    tl.store(row_paths_ptr + (r * T + row)[:, None] * D + d, path, mask=mask)
-    tl.store(path_ptr + n[:, None] * D + d, path, mask=mask)
-
-    squares = tl.zeros((GB,), tl.float32)
-    source = token_rows_ptr + token.to(tl.int64)[:, None] * E
-    for start in tl.static_range(0, E, EB):
-        e = start + tl.arange(0, EB)[None, :]
-        inside = expands[:, None] & (e < E)
-        x = tl.load(source + e, mask=inside, other=0.0).to(tl.float32)
-        if POSITIONS:
-            at = positions_ptr + (depth + 1)[:, None] * E + e
-            x += tl.load(at, mask=inside, other=0.0).to(tl.float32)
-        inside = here[:, None] & (e < E)
-        if STREAM:
-            tl.store(x_ptr + n[:, None] * E + e, x, mask=inside)
-        weight = tl.load(scale_ptr + e, mask=e < E, other=0.0).to(tl.float32)
-        scaled = (x * weight).to(scaled_ptr.dtype.element_ty)
-        tl.store(scaled_ptr + n[:, None] * E + e, scaled, mask=inside)
-        squares += tl.sum(x * x, 1)
-    tl.store(squares_ptr + n, squares, mask=here)
+from vllm_weaver.weave.entries_triton import prepare_nodes
+from vllm_weaver.weave.spine_triton import grow_lines, place_spine
 
 
 @triton.jit
@@ -126,6 +52,8 @@ def start_kernel(
     prefix_x_ptr,
     prefix_scale_ptr,
     prefix_squares_ptr,
+    spine_ptr,
+    row_scores_ptr,
     h_ver_stride_r,
     h_draft_stride_r,
     h_draft_stride_d,
@@ -142,12 +70,13 @@ def start_kernel(
     EB: tl.constexpr,
     WIDTH: tl.constexpr,
     WIDTHB: tl.constexpr,
+    SPINE: tl.constexpr,
     STREAM: tl.constexpr,
     POSITIONS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Grid (D + 2, R): the prefix rows of a request times the weight of their norm, with their
-    squares; then its root.
+    squares; then its root, with SPINE also its spine.
 
     Hidden states of an inert request (root below 0) are not read: its rows are zeros.
     """
@@ -172,14 +101,28 @@ def start_kernel(
         tl.store(at, scaled.to(prefix_x_ptr.dtype.element_ty), mask=k < WIDTH)
         tl.store(prefix_squares_ptr + row, tl.sum(x * x, 0))
     else:
-        place_root(
-            *(token, tokens_ptr + r * T, parents_ptr + r * T, depths_ptr + r * T),
-            *(num_nodes_ptr + r, ancestors_ptr + r * T * W, T, TB, W, WB),
-        )
+        g = tl.arange(0, GB)
         none = tl.zeros((GB,), tl.int32)
-        _prepare_nodes(
-            *(r, tl.arange(0, GB) < live, none, none + token, none),
-            *(none.to(tl.float32), none, token_rows_ptr, positions_ptr, node_ptr, depth_ptr),
+        rows = none
+        tokens = none + token
+        if SPINE:
+            rows = g
+            above = spine_ptr + r * D + g - 1
+            tokens = tl.where(g > 0, tl.load(above, mask=(g > 0) & (g < D), other=0), token)
+            live = live * D
+            place_spine(
+                *(live, token, spine_ptr + r * D, tokens_ptr + r * T, parents_ptr + r * T),
+                *(depths_ptr + r * T, num_nodes_ptr + r, ancestors_ptr + r * T * W),
+                *(row_scores_ptr + r * T, T, TB, W, WB),
+            )
+        else:
+            place_root(
+                *(token, tokens_ptr + r * T, parents_ptr + r * T, depths_ptr + r * T),
+                *(num_nodes_ptr + r, ancestors_ptr + r * T * W, T, TB, W, WB),
+            )
+        prepare_nodes(
+            *(r, g < live, rows, tokens, rows, none.to(tl.float32), none, rows),
+            *(token_rows_ptr, positions_ptr, node_ptr, depth_ptr),
             *(score_ptr, position_ptr, count_ptr, slot_ptr, path_ptr, row_paths_ptr),
             *(x_ptr, scaled_ptr, scale_ptr, squares_ptr, stride),
             *(T, D, DB, G, GB, E, EB, STREAM, POSITIONS),
@@ -245,36 +188,12 @@ def _score_candidates(
 
 
 @triton.jit
-def _grow(
+def _candidates(
     r,
-    node,
+    expanded,
     own_depth,
-    score,
     ids_ptr,
     scores_ptr,
-    keys_ptr,
-    frontier_tokens_ptr,
-    frontier_parents_ptr,
-    row_scores_ptr,
-    token_rows_ptr,
-    positions_ptr,
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    num_nodes_ptr,
-    ancestors_ptr,
-    node_ptr,
-    depth_ptr,
-    score_ptr,
-    position_ptr,
-    count_ptr,
-    slot_ptr,
-    path_ptr,
-    row_paths_ptr,
-    x_ptr,
-    scaled_ptr,
-    scale_ptr,
-    squares_ptr,
     noise_ptr,
     temperature_ptr,
     top_k_ptr,
@@ -284,51 +203,30 @@ def _grow(
     ids_stride_d,
     noise_stride_r,
     noise_stride_d,
-    stride,
-    first,
     weight,
     penalty,
     NOISE: tl.constexpr,
     HALVINGS: tl.constexpr,
     P: tl.constexpr,
     PB: tl.constexpr,
-    C: tl.constexpr,
-    CB: tl.constexpr,
-    F: tl.constexpr,
-    FB: tl.constexpr,
-    T: tl.constexpr,
-    LIMIT: tl.constexpr,
-    W: tl.constexpr,
-    WB: tl.constexpr,
-    D: tl.constexpr,
-    DB: tl.constexpr,
     G: tl.constexpr,
     GB: tl.constexpr,
-    E: tl.constexpr,
-    EB: tl.constexpr,
-    STREAM: tl.constexpr,
-    POSITIONS: tl.constexpr,
 ):
-    """Growth of request r by its entries' `node`, `own_depth` and `score`, each [GB].
+    """Log-probabilities and ids of the children of request r's entries, [GB, S, L], and [GB]
+    pointers at their pools.
 
-    With NOISE, log-probabilities become those of being drawn by a sampler of that noise
-    (`ops.noise.drawn`). The children go to the frontier from place `first` on; the G best
-    candidates of the whole frontier are placed, as far as there are rows below LIMIT, and prepared
-    for the next round.
+    With NOISE, log-probabilities are those of being drawn by a sampler of that noise
+    (`ops.noise.drawn`).
     """
     own = r * G + tl.arange(0, GB)
     L: tl.constexpr = PB if PB < 128 else 128
     S: tl.constexpr = PB // L
     p = tl.arange(0, S)[None, :, None] * L + tl.arange(0, L)[None, None, :]
-    expanded = node >= 0
     mask = expanded[:, None, None] & (p < P)
     scores = scores_ptr + own[:, None, None] * P + p
     logits = tl.load(scores, mask=mask, other=float("-inf"), cache_modifier=".cg")
     pools = ids_ptr + r.to(tl.int64) * ids_stride_r + own_depth.to(tl.int64) * ids_stride_d
     ids = tl.load(pools[:, None, None] + p, mask=mask, other=-1)
-    keys = keys_ptr + r * F
-    frontier_tokens = frontier_tokens_ptr + r * F
-    frontier_parents = frontier_parents_ptr + r * F
     log_probs = pool_log_softmax(logits)
     if NOISE:
         noise_at = noise_ptr + (
@@ -346,9 +244,71 @@ def _grow(
             *(tl.load(top_p_ptr + r), tl.load(min_p_ptr + r), P, weight, penalty, HALVINGS),
         )
         log_probs = tl.reshape(log_probs, (GB, S, L))
+    return log_probs, ids, pools
+
+
+@triton.jit
+def _grow(
+    r,
+    node,
+    score,
+    log_probs,
+    ids,
+    pools,
+    keys_ptr,
+    frontier_tokens_ptr,
+    frontier_parents_ptr,
+    row_scores_ptr,
+    token_rows_ptr,
+    positions_ptr,
+    tokens_ptr,
+    parents_ptr,
+    depths_ptr,
+    num_nodes_ptr,
+    ancestors_ptr,
+    node_ptr,
+    depth_ptr,
+    score_ptr,
+    position_ptr,
+    count_ptr,
+    slot_ptr,
+    path_ptr,
+    row_paths_ptr,
+    x_ptr,
+    scaled_ptr,
+    scale_ptr,
+    squares_ptr,
+    stride,
+    first,
+    C: tl.constexpr,
+    CB: tl.constexpr,
+    F: tl.constexpr,
+    FB: tl.constexpr,
+    T: tl.constexpr,
+    LIMIT: tl.constexpr,
+    W: tl.constexpr,
+    WB: tl.constexpr,
+    D: tl.constexpr,
+    DB: tl.constexpr,
+    G: tl.constexpr,
+    GB: tl.constexpr,
+    E: tl.constexpr,
+    EB: tl.constexpr,
+    STREAM: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):
+    """Growth of request r by its entries' `node` and `score`, each [GB], and `_candidates`.
+
+    The children go to the frontier from place `first` on; the G best candidates of the whole
+    frontier are placed, as far as there are rows below LIMIT, and prepared for the next round.
+    """
+    expanded = node >= 0
+    keys = keys_ptr + r * F
+    frontier_tokens = frontier_tokens_ptr + r * F
+    frontier_parents = frontier_parents_ptr + r * F
     push_children(
-        *(log_probs, ids, expanded, node, score, pools),
-        *(keys, frontier_tokens, frontier_parents, first, G, GB, C, CB, S, L),
+        *(log_probs, ids, expanded, node < -1, node, score, pools),
+        *(keys, frontier_tokens, frontier_parents, first, G, GB, C, CB),
     )
     tl.debug_barrier()
     live, row, token, placed_depth, total, parent, placed = place_best(
@@ -359,15 +319,15 @@ def _grow(
     tl.store(row_scores_ptr + r * T + row, total, mask=live)
     # A full tree has no use for further children.
     leaf_depth = D * (placed < LIMIT).to(tl.int32)
-    _prepare_nodes(
-        *(r, live & (placed_depth < leaf_depth), row, token, placed_depth, total, parent),
+    prepare_nodes(
+        *(r, live & (placed_depth < leaf_depth), row, token, placed_depth, total, parent, row * 0),
         *(token_rows_ptr, positions_ptr, node_ptr, depth_ptr, score_ptr, position_ptr),
         *(count_ptr, slot_ptr, path_ptr, row_paths_ptr, x_ptr, scaled_ptr, scale_ptr),
         *(squares_ptr, stride, T, D, DB, G, GB, E, EB, STREAM, POSITIONS),
     )
 
 
-@triton.jit(do_not_specialize=["first"])
+@triton.jit(do_not_specialize=["first", "first_row"])
 def score_and_grow_kernel(
     query_ptr,
     norm_weight_ptr,
@@ -382,6 +342,9 @@ def score_and_grow_kernel(
     frontier_tokens_ptr,
     frontier_parents_ptr,
     row_scores_ptr,
+    own_node_ptr,
+    own_depth_ptr,
+    own_score_ptr,
     token_rows_ptr,
     positions_ptr,
     tokens_ptr,
@@ -406,6 +369,7 @@ def score_and_grow_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    spine_ptr,
     ids_stride_r,
     ids_stride_d,
     logits_stride_r,
@@ -414,6 +378,7 @@ def score_and_grow_kernel(
     noise_stride_d,
     stride,
     first,
+    first_row,
     N,
     eps,
     weight,
@@ -443,22 +408,28 @@ def score_and_grow_kernel(
     EB: tl.constexpr,
     STREAM: tl.constexpr,
     POSITIONS: tl.constexpr,
+    OWN_LINE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LINE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid (blocks of P, N = R * G): `_score_candidates`; `_grow` in a request's last program."""
+    """Grid (blocks of P, N = R * G): `_score_candidates`; growth in a request's last program, by
+    `_grow` or, where the entries are lines of OWN_LINE nodes, by `grow_lines`.
+    """
     if OVERLAP:
         wait_for_previous()
     n = tl.program_id(1)
     r = n // G
     # For growth, should this be the program that does it: its loads wait for each other enough.
     g = tl.arange(0, GB)
-    node = tl.load(node_ptr + r * G + g, mask=g < G, other=-1)
-    own_depth = tl.load(depth_ptr + r * G + g, mask=g < G, other=0)
-    score = tl.load(score_ptr + r * G + g, mask=g < G, other=0.0)
+    node = tl.load(own_node_ptr + r * G + g, mask=g < G, other=-1)
+    own_depth = tl.load(own_depth_ptr + r * G + g, mask=g < G, other=0)
+    score = tl.load(own_score_ptr + r * G + g, mask=g < G, other=0.0)
     _score_candidates(
         *(n, r, tl.program_id(0), query_ptr, norm_weight_ptr, norm_bias_ptr, query_squares_ptr),
-        *(pool_rows_ptr, ids_ptr, logits_ptr, scores_ptr, node_ptr, depth_ptr, ids_stride_r),
-        *(ids_stride_d, logits_stride_r, logits_stride_d, N, eps, P, BP, K, BK, J, JB),
+        *(pool_rows_ptr, ids_ptr, logits_ptr, scores_ptr, own_node_ptr, own_depth_ptr),
+        *(ids_stride_r, ids_stride_d, logits_stride_r, logits_stride_d),
+        *(N, eps, P, BP, K, BK, J, JB),
     )
     if OVERLAP:
         let_next_start()
@@ -466,13 +437,27 @@ def score_and_grow_kernel(
     tl.debug_barrier()
     if tl.atomic_add(ticket_ptr + r, 1) == tl.num_programs(0) * G - 1:
         tl.store(ticket_ptr + r, 0)
-        _grow(
-            *(r, node, own_depth, score, ids_ptr, scores_ptr, keys_ptr, frontier_tokens_ptr),
-            *(frontier_parents_ptr, row_scores_ptr, token_rows_ptr, positions_ptr, tokens_ptr),
-            *(parents_ptr, depths_ptr, num_nodes_ptr, ancestors_ptr, node_ptr, depth_ptr),
-            *(score_ptr, position_ptr, count_ptr, slot_ptr, path_ptr, row_paths_ptr, x_ptr),
-            *(scaled_ptr, scale_ptr, squares_ptr, noise_ptr, temperature_ptr, top_k_ptr),
-            *(top_p_ptr, min_p_ptr, ids_stride_r, ids_stride_d, noise_stride_r, noise_stride_d),
-            *(stride, first, weight, penalty, NOISE, HALVINGS, P, PB, C, CB, F, FB, T, LIMIT),
-            *(W, WB, D, DB, G, GB, E, EB, STREAM, POSITIONS),
+        log_probs, ids, pools = _candidates(
+            *(r, node >= 0, own_depth, ids_ptr, scores_ptr, noise_ptr, temperature_ptr),
+            *(top_k_ptr, top_p_ptr, min_p_ptr, ids_stride_r, ids_stride_d, noise_stride_r),
+            *(noise_stride_d, weight, penalty, NOISE, HALVINGS, P, PB, G, GB),
         )
+        if OWN_LINE > 0:
+            grow_lines(
+                *(r, node, own_depth, score, log_probs, ids, pools, keys_ptr),
+                *(frontier_tokens_ptr, frontier_parents_ptr, row_scores_ptr, token_rows_ptr),
+                *(positions_ptr, tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, node_ptr),
+                *(depth_ptr, score_ptr, position_ptr, count_ptr, slot_ptr, path_ptr),
+                *(row_paths_ptr, x_ptr, scaled_ptr, scale_ptr, squares_ptr, spine_ptr, stride),
+                *(first, first_row, C, CB, F, FB, T, W, WB, D, DB, G, GB, E, EB, STREAM),
+                *(POSITIONS, OWN_LINE, WIDTH, LINE),
+            )
+        else:
+            _grow(
+                *(r, node, score, log_probs, ids, pools, keys_ptr, frontier_tokens_ptr),
+                *(frontier_parents_ptr, row_scores_ptr, token_rows_ptr, positions_ptr),
+                *(tokens_ptr, parents_ptr, depths_ptr, num_nodes_ptr, ancestors_ptr, node_ptr),
+                *(depth_ptr, score_ptr, position_ptr, count_ptr, slot_ptr, path_ptr),
+                *(row_paths_ptr, x_ptr, scaled_ptr, scale_ptr, squares_ptr, stride, first),
+                *(C, CB, F, FB, T, LIMIT, W, WB, D, DB, G, GB, E, EB, STREAM, POSITIONS),
+            )

@@ -38,8 +38,15 @@ from vllm_weaver.ops.noise.drawn import HALVINGS
 from vllm_weaver.tree.best_first import check_growth
 from vllm_weaver.tree.draft_tree import DraftTree, check_budget, num_words
 from vllm_weaver.tree.rank_triton import rank_rows
-from vllm_weaver.tree.shared_noise import CONDITIONAL_WEIGHT, OUTSIDE_PENALTY, SharedNoise
+from vllm_weaver.tree.shared_noise import (
+    CONDITIONAL_WEIGHT,
+    MARGINAL_WEIGHT,
+    OUTSIDE_PENALTY,
+    SharedNoise,
+)
+from vllm_weaver.tree.spine_tree import SpineShape
 from vllm_weaver.tree.weaver_tree import group_width, most_rounds
+from vllm_weaver.weave.spine_triton import spine_kernel
 from vllm_weaver.weave.triton import score_and_grow_kernel, start_kernel
 
 MAX_GRAPHS = 32
@@ -61,12 +68,14 @@ class TreeWeaver:
       less to read at the published size, for 2 V r numbers of memory |
     | `max_requests`, `pool` | largest R; P |
     | `budget`, `expansion_width`, `children`, `full_pools` | as in `tree.build_weaver_tree` |
+    | `spine` | spine trees, as of `tree.build_spine_tree` with `tree.spine_of`, instead |
     | `overlap` | launch each kernel while the one before ends, and fetch its weights meanwhile;
       needs CUDA and compute capability 9.0; None: where there is that |
     | `tilings`, `score_tilings` | launch shapes instead of those of `adapter.tiling` |
     | `graphs` | whether calls are captured and replayed; None: on a GPU |
 
-    `build` gives the trees of `build_weaver_tree(adapter.begin(...), ...)`. Scores are added up in
+    `build` gives the trees of `build_weaver_tree(adapter.begin(...), ...)`, or of
+    `build_spine_tree`. Scores are added up in
     float32 throughout, where `TreeScorer` rounds to the adapter's dtype between layers: in float32
     the trees are the same but for candidates within that error of each other.
 
@@ -87,6 +96,7 @@ class TreeWeaver:
         expansion_width: int | None = None,
         children: int = 8,
         full_pools: bool = False,
+        spine: bool = False,
         overlap: bool | None = None,
         tilings: Tilings | None = None,
         score_tilings: ScoreTilings | None = None,
@@ -119,21 +129,23 @@ class TreeWeaver:
         check_growth(roots, config.depth, self.width, children)
         self._children = min(children, pool)
         self._full_pools = full_pools
-        self.rounds = self.shape_for(budget)[1]
+        self._is_spine = spine
+        self.rounds = len(self.groups_for(budget))
         self._overlap = can_overlap(device) if overlap is None else overlap
         self._tilings, self._score_tilings = tilings, score_tilings
         self._graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, int]] | None = (
             {} if (device.type == "cuda" if graphs is None else graphs) else None
         )
 
-        rows, words = budget + 1, num_words(budget + 1)
-        nodes, prefix = max_requests * self.width, max_requests * (config.depth + 1)
+        groups = [self.groups_for(count) for count in range(1, budget + 1)]
+        grown = max(map(sum, groups)) if spine else budget + 1
+        self._most_nodes = max(map(max, groups))
+        nodes, prefix = max_requests * self._most_nodes, max_requests * (config.depth + 1)
         # The prefix pass is over before the first round and shares its buffers.
         most = max(nodes, prefix)
         r, depth = config.d_rank, config.depth
-        self._stride = depth + 1 + rows
-        shapes = [self.shape_for(count) for count in range(1, rows)]
-        places = max(width * rounds for width, rounds in shapes) * self._children
+        self._stride = depth + 1 + grown
+        places = max(map(sum, groups)) * self._children
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -148,19 +160,24 @@ class TreeWeaver:
             (
                 *(index(max_requests, rows), index(max_requests, rows), index(max_requests, rows)),
                 index(max_requests),
-                empty(max_requests, rows, words, dtype=torch.int64),
+                empty(max_requests, rows, num_words(rows), dtype=torch.int64),
             )
-            for _ in range(2)
+            for rows in (grown, budget + 1)
         )
-        self._row_scores = empty(max_requests, rows)
+        self._row_scores = empty(max_requests, grown)
+        self._spine = index(max_requests, depth)
         self._frontier = (
             empty(max_requests, places, dtype=torch.int64),
             index(max_requests, places),
             index(max_requests, places),
         )
-        self._node, self._depth, self._score = index(nodes), index(nodes), empty(nodes)
+        # Two of each where rounds differ in size: a round's last programs read their entries when
+        # others have written those of the next.
+        self._node, self._depth, self._score = (
+            tuple(kind(nodes) for _ in range(1 + spine)) for kind in (index, index, empty)
+        )
         self._position, self._count, self._slot = index(nodes), index(nodes), index(nodes)
-        self._path, self._row_paths = index(nodes, depth), index(max_requests, rows, depth)
+        self._path, self._row_paths = index(nodes, depth), index(max_requests, grown, depth)
         # Rows times the weight of the norm that follows; with projected tables the nodes' inputs
         # are the residual stream besides.
         self._node_scaled = empty(nodes, widths[0], dtype=dtype)
@@ -281,6 +298,14 @@ class TreeWeaver:
         depth, children = self._adapter.config.depth, self._children
         return width, most_rounds(nodes, depth, width, children, self._full_pools)
 
+    def groups_for(self, nodes: int) -> list[int]:
+        """Nodes that each round expands, as far as there are as many."""
+        if self._is_spine:
+            shape = SpineShape.of(nodes, self._expansion_width)
+            return [self._adapter.config.depth, *[shape.width * shape.line] * shape.rounds]
+        width, rounds = self.shape_for(nodes)
+        return [width] * rounds
+
     def _replay(self, requests: int, nodes: int, arrays: tuple[Tensor, ...]) -> None:
         assert self._graphs is not None
         padded = triton.next_power_of_2(requests) if requests <= 8 else -(-requests // 8) * 8
@@ -310,22 +335,29 @@ class TreeWeaver:
         *noise: Tensor,
     ) -> None:
         self.launches = 1
-        width, rounds = self.shape_for(nodes)
-        self._start(R, h_draft_RDd, width)
+        groups = self.groups_for(nodes)
+        if self._is_spine:
+            self._choose_spine(R, ids_RDP, logits_RDP, *noise)
+        self._start(R, h_draft_RDd, groups[0])
         self._run_prefix(R)
-        for step in range(rounds):
-            query, squares = self._run_nodes(R, width)
+        for step, group in enumerate(groups):
+            query, squares = self._run_nodes(R, group)
             entries = (query, squares, ids_RDP, logits_RDP, noise)
-            self._score_and_grow(R, step, *entries, width=width, nodes=nodes)
-        rank_rows(self._row_scores, self._tree, self._ranked, R)
+            self._score_and_grow(R, step, *entries, nodes=nodes)
+        self._rank(R, nodes)
 
-    def _node_arguments(self) -> tuple[Tensor, ...]:
+    def _node_arguments(self, step: int) -> tuple[Tensor, ...]:
         positions = self._token_rows if self._positions is None else self._positions
-        return (self._token_rows, positions, *self._tree, *self._entries())
+        entries = (*self._own_entries(step), *self._entries())
+        return (self._token_rows, positions, *self._tree, *entries)
+
+    def _own_entries(self, step: int) -> tuple[Tensor, ...]:
+        """What the end of round `step` reads of its entries: node, depth and score."""
+        return tuple(sets[step % len(sets)] for sets in (self._node, self._depth, self._score))
 
     def _entries(self) -> tuple[Tensor, ...]:
         return (
-            *(self._node, self._depth, self._score, self._position, self._count, self._slot),
+            *(self._position, self._count, self._slot),
             *(self._path, self._row_paths, self._node_x, self._node_scaled),
             *(self._first_norm().weight, self._node_squares),
         )
@@ -336,7 +368,8 @@ class TreeWeaver:
         return _norm(adapter.blocks[0].norm_attn if self._projected else adapter.embed_norm)
 
     def _sizes(self, group: int) -> dict[str, Any]:
-        rows, depth, words = self.budget + 1, self._adapter.config.depth, self._tree[4].shape[2]
+        rows, words = self._tree[4].shape[1:]
+        depth, group_block = self._adapter.config.depth, triton.next_power_of_2(group)
         width = self._node_scaled.shape[1]
         return {
             "T": rows,
@@ -345,9 +378,9 @@ class TreeWeaver:
             "D": depth,
             "DB": triton.next_power_of_2(depth),
             "G": group,
-            "GB": triton.next_power_of_2(group),
+            "GB": group_block,
             "E": width,
-            "EB": min(2048, triton.next_power_of_2(width)),
+            "EB": min(2048 if group_block <= 8 else 512, triton.next_power_of_2(width)),
             "STREAM": self._projected,
             # Without projected tables the position is added after the input projection.
             "POSITIONS": self._projected and self._positions is not None,
@@ -355,18 +388,37 @@ class TreeWeaver:
             **({"launch_pdl": True} if self._overlap else {}),
         }
 
-    def _start(self, R: int, h_draft_RDd: Tensor, width: int) -> None:
+    def _choose_spine(self, R: int, ids_RDP: Tensor, logits_RDP: Tensor, *noise: Tensor) -> None:
+        self.launches += 1
+        depth = self._adapter.config.depth
+        noise_RDP, temperature_R, *_ = noise or (logits_RDP, logits_RDP)
+        spine_kernel[(depth, R)](
+            *(ids_RDP, logits_RDP, noise_RDP, temperature_R, self._spine),
+            *(*ids_RDP.stride()[:2], *logits_RDP.stride()[:2], *noise_RDP.stride()[:2]),
+            MARGINAL_WEIGHT,
+            NOISE=bool(noise),
+            P=self.pool,
+            PB=triton.next_power_of_2(self.pool),
+            D=depth,
+            OVERLAP=self._overlap,
+            num_warps=4,
+            **({"launch_pdl": True} if self._overlap else {}),
+        )
+
+    def _start(self, R: int, h_draft_RDd: Tensor, group: int) -> None:
         config = self._adapter.config
         self.launches += 1
         start_kernel[(config.depth + 2, R)](
-            *(self._h_ver, h_draft_RDd, self._roots, *self._node_arguments()),
+            *(self._h_ver, h_draft_RDd, self._roots, *self._node_arguments(0)),
             *(self._prefix_x, _norm(self._adapter.output_norm).weight, self._prefix_squares),
+            *(self._spine, self._row_scores),
             *(self._h_ver.stride(0), *h_draft_RDd.stride()[:2], self._stride),
-            TB=triton.next_power_of_2(self.budget + 1),
+            TB=triton.next_power_of_2(self._row_scores.shape[1]),
             WIDTH=config.d_model,
             WIDTHB=triton.next_power_of_2(config.d_model),
+            SPINE=self._is_spine,
             num_warps=4,
-            **self._sizes(width),
+            **self._sizes(group),
         )
 
     def _linear(
@@ -417,10 +469,10 @@ class TreeWeaver:
                     cache=(self._kv[layer], self._prefix_slot),
                 )
 
-    def _run_nodes(self, R: int, width: int) -> tuple[Tensor, tuple[Tensor, int] | None]:
+    def _run_nodes(self, R: int, group: int) -> tuple[Tensor, tuple[Tensor, int] | None]:
         """The node step of all entries: queries, with their squares where a norm is to come."""
         adapter = self._adapter
-        rows = R * width
+        rows = R * group
         x, scaled, squares, J = self._node_x, self._node_scaled, self._node_squares, 1
         if not self._projected:
             x, out_squares = self._x[0], self._squares[0]
@@ -435,7 +487,7 @@ class TreeWeaver:
                 out_squares=out_squares,
             )
             scaled, squares = self._scaled, out_squares
-        cache = (self._slot, self._count, width)
+        cache = (self._slot, self._count, group)
         for layer in range(adapter.config.num_layers):
             x, squares, J = self._run_block(rows, layer, x, scaled, (squares, J), *cache)
             scaled = self._scaled
@@ -520,24 +572,29 @@ class TreeWeaver:
         logits_RDP: Tensor,
         noise: tuple[Tensor, ...],
         *,
-        width: int,
         nodes: int,
     ) -> None:
         self.launches += 1
+        groups = self.groups_for(nodes)
+        group, before = groups[step], sum(groups[:step])
         # Without noise the kernel reads none of these.
         drawn_by = noise or (logits_RDP,) * 5
         norm = _norm(self._adapter.out_norm)
         squares, J = squares_JN if squares_JN is not None else (query, 0)
         places = self._frontier[0].shape[1]
-        rows, inputs = R * width, query.shape[1]
-        tiling = choose_scores(inputs, R, width, self.pool, self._score_tilings)
+        rows, inputs = R * group, query.shape[1]
+        tiling = choose_scores(inputs, R, group, self.pool, self._score_tilings)
+        shape = SpineShape.of(nodes, self._expansion_width)
+        # The first round's line is the whole spine.
+        own_line = (shape.line if step else self._adapter.config.depth) * self._is_spine
         score_and_grow_kernel[(triton.cdiv(self.pool, tiling.candidates), rows)](
             *(query, norm.weight, norm.bias, squares, self._pool_rows, ids_RDP, logits_RDP),
             *(self._scores, self._request_ticket, *self._frontier, self._row_scores),
-            *self._node_arguments(),
-            *(*drawn_by, *ids_RDP.stride()[:2], *logits_RDP.stride()[:2]),
+            *self._own_entries(step),
+            *self._node_arguments(step + 1),
+            *(*drawn_by, self._spine, *ids_RDP.stride()[:2], *logits_RDP.stride()[:2]),
             *(*drawn_by[0].stride()[:2], self._stride),
-            *(step * width * self._children, rows, norm.eps),
+            *(before * self._children, before + group, rows, norm.eps),
             *(CONDITIONAL_WEIGHT, OUTSIDE_PENALTY),
             LIMIT=nodes + 1,
             NOISE=bool(noise),
@@ -553,9 +610,19 @@ class TreeWeaver:
             CB=triton.next_power_of_2(self._children),
             F=places,
             FB=triton.next_power_of_2(places),
+            OWN_LINE=own_line,
+            WIDTH=shape.width,
+            LINE=shape.line,
             num_warps=tiling.num_warps,
-            **self._sizes(width),
+            **self._sizes(group),
         )
+
+    def _rank(self, R: int, nodes: int) -> None:
+        best: tuple[Any, ...] = ()
+        if self._is_spine:
+            used = sum(self.groups_for(nodes)) * self._children
+            best = (*self._frontier, used), nodes + 1
+        rank_rows(self._row_scores, self._tree, self._ranked, R, *best)
 
     def _linears(self) -> Iterator[tuple[bool, int, int, bool]]:
         """Layers by their inputs and outputs: of the prefix alone or of both; gated or not."""
@@ -577,7 +644,7 @@ class TreeWeaver:
         prefix = self._adapter.config.depth + 1
         for R in range(1, self.max_requests + 1):
             for _, inputs, outputs, gated in self._linears():
-                for rows in (R * prefix, *(R * width for width in range(1, self.width + 1))):
+                for rows in (R * prefix, *(R * group for group in range(1, self._most_nodes + 1))):
                     tiling = choose_tiling(
                         rows, inputs, outputs, self._adapter.dtype, gated, self._tilings
                     )
