@@ -114,7 +114,9 @@ def bench(
     engine: Annotated[
         list[str] | None, typer.Option(help="ARM=JSON or all=JSON: more arguments of vLLM")
     ] = None,
-    profile: Annotated[str, typer.Option(help="arms whose step is traced, in the first cell")] = "",
+    profile: Annotated[
+        str, typer.Option(help="arms whose step is traced, in the first cell; as --arms has them")
+    ] = "",
     start_seconds: Annotated[float, typer.Option(help="expected start of an engine")] = 150.0,
     cache: Annotated[
         Path | None, typer.Option(help="directory for compiled kernels, to keep between runs")
@@ -144,6 +146,9 @@ def bench(
     logs.mkdir(parents=True, exist_ok=True)
     try:
         chosen = parse_arms(arms, budget, numbers(widths, "--widths"), chain_width)
+        traced = [arm.name for arm in parse_arms(profile, budget, [], chain_width)]
+        if "ar" not in profile.split(","):
+            traced.remove("ar")
     except ArmError as error:
         raise typer.BadParameter(str(error)) from error
     if target is not None:
@@ -209,7 +214,7 @@ def bench(
         environment=environment,
         extra=extra,
         logs=logs,
-        profile=tuple(filter(None, profile.split(","))),
+        profile=tuple(traced),
     )
     tokenizer = load_tokenizer(models.target)
     lengths = {(cell.batch, cell.context) for cell in cells}

@@ -223,7 +223,7 @@ class Bench:
 
     def _options(self, arm: Arm, kv_bytes: int) -> dict[str, Any]:
         run = self.run
-        options = engine_options(
+        return engine_options(
             arm,
             run.models,
             Sizes(
@@ -239,7 +239,6 @@ class Bench:
             triton_prefill=run.triton_prefill,
             extra=run.extra.get(arm.name, {}) | run.extra.get("all", {}),
         )
-        return options
 
     def _cache_room(self, arm: Arm) -> int | None:
         """Most bytes that the caches of an arm may take."""
@@ -295,6 +294,7 @@ class Bench:
         except EngineError as error:
             record["failed"] = str(error)
             self.say(str(error))
+            self.results.skipped.append({"arm": arm.name, "cell": "all", "reason": str(error)})
             self.processes[arm.name].stop()
             return False
         record["warm_seconds"] = {}
