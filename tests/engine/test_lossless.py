@@ -260,7 +260,7 @@ def test_several_samples_of_one_prompt(plain: Plain, trees_of: TreesOf, target: 
     assert got == want and want[0] != want[1]
 
 
-@pytest.mark.parametrize("proposal", ["weaver", "ddtree", "chain", "weaver-v1"])
+@pytest.mark.parametrize("proposal", ["weaver", "ddtree", "chain", "weaver-v1", "spine"])
 def test_every_proposal_is_verified_exactly(
     plain: Plain, tiny_models: dict[str, Path], trees_of: TreesOf, target: str, proposal: str
 ) -> None:
@@ -268,17 +268,19 @@ def test_every_proposal_is_verified_exactly(
         trees = trees_of(target)
     else:
         version = proposal == "weaver-v1"
-        weaver = (
-            {"adapter": str(tiny_models[f"{target}-weaver16-v1"])}
-            if version
-            else {"proposal": proposal, "candidate_pool": 16}
-        )
+        if version:
+            weaver = {"adapter": str(tiny_models[f"{target}-weaver16-v1"])}
+        elif proposal == "spine":
+            weaver = {"adapter": str(tiny_models[f"{target}-weaver8"]), "weave": "spine"}
+        else:
+            weaver = {"proposal": proposal, "candidate_pool": 16}
         trees = TreeEngine(
             tiny_models, target, weaver=weaver, block=16 if version else 8, budget=BUDGET
         )
     prompts = [tokens(n, 14) for n in (4, 25)]
-    want = plain.outputs(prompts, greedy(10))
-    assert_same(trees.generate(prompts, greedy(10)), want, plain)
+    params = [greedy(10), sampled(10, seed=4)]
+    want = plain.outputs(prompts, params)
+    assert_same(trees.generate(prompts, params), want, plain)
     stats = trees.stats()
     depth = trees.runner.speculator.depth
     nodes = min(depth, BUDGET) if proposal == "chain" else BUDGET
