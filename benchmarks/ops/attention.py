@@ -30,7 +30,6 @@ import math
 import multiprocessing
 import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ from torch import Tensor
 
 from benchmarks.ops.attention_arms import others
 from benchmarks.ops.gdn import Checks, time_calls
-from benchmarks.ops.machine import machine
+from benchmarks.ops.machine import machine, start_again_interpreted
 from vllm_weaver.ops import ancestor_words
 from vllm_weaver.ops.attention.flash import FlashPrefix
 from vllm_weaver.ops.attention.reference import (
@@ -506,10 +505,8 @@ def main() -> None:
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache, and end")
     parser.add_argument("--out", default="benchmarks/results/ops-attention.json")
     args = parser.parse_args()
-    if args.interpret and not INTERPRET:
-        # Triton reads this when it is imported.
-        os.environ["TRITON_INTERPRET"] = "1"
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.ops.attention", *sys.argv[1:]])
+    if args.interpret:
+        start_again_interpreted("benchmarks.ops.attention")
     if INTERPRET:
         interpret()
     if not torch.cuda.is_available():

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import subprocess
 import sys
@@ -39,3 +40,13 @@ def output_of(*command: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+def start_again_interpreted(module: str) -> None:
+    """Replace this process by one that runs `module` in Triton's interpreter, unless it does.
+
+    Triton reads the variable when it is imported.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        os.environ["TRITON_INTERPRET"] = "1"
+        os.execv(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]])

@@ -15,8 +15,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -26,7 +24,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.gdn import Checks
-from benchmarks.ops.machine import machine
+from benchmarks.ops.machine import machine, start_again_interpreted
 from benchmarks.ops.step import DEVICE, INTERPRET, Times, same, tensors
 from vllm_weaver.ops import (
     PathCounts,
@@ -200,10 +198,8 @@ def main() -> None:
     parser.add_argument("--interpret", action="store_true", help="checks alone, on a CPU")
     parser.add_argument("--out", help="where the JSON goes [benchmarks/results/ops-propose.json]")
     args = parser.parse_args()
-    if args.interpret and not INTERPRET:
-        # Triton reads this when it is imported.
-        os.environ["TRITON_INTERPRET"] = "1"
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.ops.propose", *sys.argv[1:]])
+    if args.interpret:
+        start_again_interpreted("benchmarks.ops.propose")
     if not INTERPRET and not torch.cuda.is_available():
         raise SystemExit("benchmarks.ops.propose needs a GPU, or --interpret for its checks alone")
     started = time.perf_counter()

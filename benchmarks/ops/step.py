@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import random
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops.gdn import Checks, time_calls
-from benchmarks.ops.machine import machine
+from benchmarks.ops.machine import machine, start_again_interpreted
 from vllm_weaver.ops import (
     StepTensors,
     StoredTrees,
@@ -317,10 +316,8 @@ def main() -> None:
     parser.add_argument("--interpret", action="store_true", help="checks alone, on a CPU")
     parser.add_argument("--out", help="where the JSON goes [benchmarks/results/ops-step.json]")
     args = parser.parse_args()
-    if args.interpret and not INTERPRET:
-        # Triton reads this when it is imported.
-        os.environ["TRITON_INTERPRET"] = "1"
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.ops.step", *sys.argv[1:]])
+    if args.interpret:
+        start_again_interpreted("benchmarks.ops.step")
     if not INTERPRET and not torch.cuda.is_available():
         raise SystemExit("benchmarks.ops.step needs a GPU, or --interpret for its checks alone")
     started = time.perf_counter()

@@ -23,9 +23,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
 import statistics
-import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
@@ -35,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.machine import machine
+from benchmarks.ops.machine import machine, start_again_interpreted
 from vllm_weaver.adapter import AdapterTables, WeaverAdapter, WeaverConfig
 from vllm_weaver.adapter.tiling import Tiling, choose_tiling, linear_scratch
 from vllm_weaver.adapter.triton import INTERPRETED, launch_linear
@@ -567,10 +565,8 @@ def main() -> None:
     parser.add_argument("--interpret", action="store_true", help="checks alone, on a CPU")
     parser.add_argument("--compile-workers", type=int, default=14)
     args = parser.parse_args()
-    if args.interpret and not INTERPRETED:
-        # Triton reads this when it is imported.
-        os.environ["TRITON_INTERPRET"] = "1"
-        os.execv(sys.executable, [sys.executable, "-m", "benchmarks.ops.weave", *sys.argv[1:]])
+    if args.interpret:
+        start_again_interpreted("benchmarks.ops.weave")
     if INTERPRETED:
         interpret()
     if not torch.cuda.is_available():

@@ -126,9 +126,9 @@ def _takes_any_multiple(backend: Any) -> bool:
 
 def _side_by_side(vllm_config: Any, supported: list[str]) -> list[str]:
     """The asked layout if it has a block's layers side by side and all attention takes it whole."""
-    if not vllm_config.model_config.is_hybrid:
-        return []
     layouts = [KVCacheLayout[x] for x in supported if x == requested_layout()]
+    if not layouts or not vllm_config.model_config.is_hybrid:
+        return []
     with set_current_vllm_config(vllm_config):
         whole = all(_takes_any_multiple(x) for x in _backends(vllm_config))
     return [x.name for x in layouts if whole and x.is_block_outermost and x.is_block_compact]
