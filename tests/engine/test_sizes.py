@@ -12,6 +12,7 @@ from typing import Any, cast
 import pytest
 from running import Plain, TreeEngine, assert_same, greedy, tokens
 
+from vllm_weaver.engine import compat
 from vllm_weaver.engine.config import tree_sizes, with_all_widths
 from vllm_weaver.engine.sizes import (
     PROBE_EVERY,
@@ -76,6 +77,15 @@ def test_no_tree_is_woven_larger_than_its_batch_verifies() -> None:
     assert [free[n] for n in (1, 4, 7, 8, 15, 16, 32, 64)] == [63, 63, 63, 31, 31, 15, 7, 3]
     drafts.widths = {64: 4, 8: 64}
     assert [WeaverSpeculator.useful_nodes(cast(Any, drafts), n) for n in (8, 15, 16)] == [63, 63, 7]
+
+
+@pytest.mark.parametrize(("most", "sizes"), [(2, None), (4, [(1, 2, 63), (3, 4, 31)])])
+def test_the_rule_holds_for_engines_of_few_requests_too(most: int, sizes: Any) -> None:
+    spec = SimpleNamespace(num_speculative_tokens=63, num_speculative_tokens_per_batch_size=None)
+    scheduler = SimpleNamespace(max_num_seqs=most)
+    config: Any = SimpleNamespace(speculative_config=spec, scheduler_config=scheduler)
+    compat.choose_tree_sizes(config, 256)
+    assert spec.num_speculative_tokens_per_batch_size == sizes
 
 
 def test_times_are_those_of_the_graph_that_holds_the_batch(tmp_path: Path) -> None:

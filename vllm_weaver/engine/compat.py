@@ -708,9 +708,9 @@ def choose_tree_sizes(vllm_config: VllmConfig, rows_per_step: int, adapt: bool =
     assert spec is not None
     if spec.num_speculative_tokens_per_batch_size is not None:
         return
-    if most * (spec.num_speculative_tokens + 1) <= rows_per_step and not adapt:
-        return
     sizes = tree_sizes(spec.num_speculative_tokens, most, rows_per_step)
+    if len(sizes) == 1 and not adapt:
+        return
     spec.num_speculative_tokens_per_batch_size = with_all_widths(sizes) if adapt else sizes
     logger.info(
         "vllm-weaver: nodes of a tree by batch size: %s",
