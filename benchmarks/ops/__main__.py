@@ -33,9 +33,8 @@ TESTS = (
     *("tests/ops/test_conv_triton.py", "tests/ops/test_attention.py", "tests/ops/test_compact.py"),
     *("tests/ops/test_attention_tail.py", "tests/ops/test_attention_fp8.py"),
     *("tests/ops/test_gather.py", "tests/ops/test_accept_paths.py", "tests/ops/test_noise.py"),
-    *("tests/ops/test_prepare_step.py", "tests/ops/test_pool.py"),
-    "tests/tree/test_ddtree_triton.py",
-    "tests/adapter/test_weave.py",
+    *("tests/ops/test_prepare_step.py", "tests/ops/test_pool.py", "tests/ops/test_propose.py"),
+    *("tests/tree", "tests/adapter/test_weave.py"),
 )
 
 
@@ -78,7 +77,9 @@ PARTS: Mapping[str, Part] = {
     "racecheck": Part(watched("racecheck"), 90),
     "step": Part(module(BENCH + "step", "--quick", "--out", "{out}"), 60, 30),
     "noise": Part(module(BENCH + "noise", "--quick", "--out", "{out}"), 60, 4),
+    "propose": Part(module(BENCH + "propose", "--out", "{out}"), 60, 30),
     "weave": Part(module(BENCH + "weave", "--quick", "--out", "{out}"), 90, 40),
+    "spine": Part(module(BENCH + "weave", "--spine", "--out", "{out}"), 60, 20),
     "commit": Part(module(BENCH + "gdn_commit", "--batches", "1,16", "--out", "{out}"), 90, 40),
     "attention": Part(module(BENCH + "attention", "--fp8", "--out", "{out}"), 120, 40),
     "gdn": Part(module(BENCH + "gdn", "--cuda", "--out", "{out}"), 150, 60),
