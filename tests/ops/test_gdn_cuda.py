@@ -467,6 +467,22 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         build.compile_command(tmp_path / "x.so", "full")
 
 
+def test_a_library_brings_all_of_pytorch(tmp_path: Path) -> None:
+    """Else one that was built beside a PyTorch without CUDA finds no stream where there is one."""
+    source = tmp_path / "none.cpp"
+    source.write_text("int nothing() { return 0; }")
+    folder = Path(torch.__file__).parent / "lib"
+    made = tmp_path / "none.so"
+    command = ["g++", "-shared", "-fPIC", str(source), "-o", str(made), f"-L{folder}"]
+    # The linker of many systems is told to leave out what it finds no use for.
+    subprocess.run([*command, "-Wl,--as-needed", *build.LIBRARIES], check=True)
+    assert b"\0libtorch.so\0" in made.read_bytes()
+    for kind in ("full", "emulator"):
+        if kind == "full" and shutil.which("nvcc") is None:
+            continue
+        assert build.compile_command(made, kind)[-len(build.LIBRARIES) :] == [*build.LIBRARIES]
+
+
 REGISTERS = {(1, 4): 85, (4, 4): 128, (8, 4): 255}
 """At most so many registers a thread, by form: what its blocks per multiprocessor allow."""
 

@@ -30,6 +30,10 @@ KINDS = {
 STABLE_ABI = "0x020B000000000000ULL"
 """PyTorch 2.11, the oldest whose stable ABI the kernels use."""
 
+LIBRARIES = ("-Xlinker", "--no-as-needed", "-ltorch", "-ltorch_cpu")
+"""`libtorch` brings PyTorch's CUDA part where there is one, and with it the current stream. A
+linker drops it otherwise, since nothing of it is needed where there is none."""
+
 
 class BuildError(RuntimeError):
     """What is missing for a build, or what the compiler said."""
@@ -38,10 +42,11 @@ class BuildError(RuntimeError):
 def library_path(kind: str) -> Path:
     """Where the library of the present sources lies, built or not.
 
-    Its name carries a digest of the sources and of PyTorch's version, so that an old one is never
-    loaded.
+    Its name carries a digest of the sources, of what they are linked with and of PyTorch's version,
+    so that an old one is never loaded.
     """
-    digest = hashlib.sha256(f"{torch.__version__} {ARCHITECTURE}".encode())
+    made_with = (torch.__version__, ARCHITECTURE, *LIBRARIES)
+    digest = hashlib.sha256(" ".join(made_with).encode())
     for path in sorted(p for p in SOURCES.rglob("*") if p.suffix in (".cu", ".cuh", ".h")):
         digest.update(path.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "vllm-weaver"
@@ -79,7 +84,7 @@ def compile_command(target: Path, kind: str, flags: Sequence[str] = ()) -> list[
         *flags,
         *("-o", str(target)),
     ]
-    libraries = [f"-L{root}/lib", "-ltorch", "-ltorch_cpu"]
+    libraries = [f"-L{root}/lib", *LIBRARIES]
     if kind == "emulator":
         compiler = shutil.which("g++")
         if compiler is None:
