@@ -4,26 +4,30 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
-import subprocess
-import tempfile
 import time
-from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from .arms import ArmError, Models, parse_arms
+from .arms import ArmError, parse_arms
 from .cells import CostModel, order_cells
 from .client import EngineError
 from .measure import Bench, Grouping, Results, Run, write_json
 from .memory import CacheShape, Room, drafter_bytes, weight_bytes
 from .prompts import PromptError, cut_prompts, held_out_texts, load_tokenizer, texts_of
 from .report import content, lossless, markdown
+from .setup import (
+    PACKAGED,
+    choose_models,
+    compile_caches,
+    device_bytes,
+    engine_arguments,
+    enough,
+    read_model_config,
+)
 
-PACKAGED = Path(__file__).parents[2] / "vllm_weaver/demo"
 ARMS = "weaver,stock,chain,ddtree"
 SHAPE = "27b"
 
@@ -34,43 +38,6 @@ def numbers(text: str, option: str, kind: type = int) -> list[Any]:
         return [kind(part) for part in text.split(",") if part]
     except ValueError:
         raise typer.BadParameter(f"{option} {text}: pass numbers with commas between") from None
-
-
-def expand_small(small: Path, shape: str, layers: int | None, out: Path) -> tuple[Models, Path]:
-    """Light directories of the expanded trio, and where they are."""
-    import torch
-
-    from benchmarks.expand.shapes import ShapeError, named
-    from benchmarks.expand.trio import Trio
-
-    try:
-        trio = Trio.below(small, named(shape, layers))
-        on_gpu = torch.cuda.is_available()
-        trio.write(out, torch.bfloat16 if on_gpu else torch.float32, whole=False)
-    except ShapeError as error:
-        raise typer.BadParameter(str(error)) from error
-    name = "the packaged models" if small == PACKAGED / "models" else small.name
-    title = f"shapes of {shape}{f', {layers} layers' if layers else ''}, function of {name}"
-    return Models(*(str(out / part) for part in ("target", "drafter", "adapter")), True, title), out
-
-
-def read_model_config(model: str | None) -> dict[str, Any] | None:
-    """`config.json` of a directory or of a repository on the hub."""
-    if model is None:
-        return None
-    file = Path(model) / "config.json"
-    if not file.exists():
-        from huggingface_hub import hf_hub_download
-
-        file = Path(hf_hub_download(model, "config.json"))
-    return json.loads(file.read_text())
-
-
-def device_bytes() -> int:
-    """Memory of the first GPU, without taking any of it."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, check=True)
-    return int(done.stdout.split()[0]) << 20
 
 
 def bench(
@@ -151,12 +118,7 @@ def bench(
             traced.remove("ar")
     except ArmError as error:
         raise typer.BadParameter(str(error)) from error
-    if target is not None:
-        models = Models(target, drafter, adapter)
-    elif shape == "none":
-        models = Models(str(small / "target"), str(small / "drafter"), str(small / "adapter"))
-    else:
-        models, _ = expand_small(small, shape, layers, Path(tempfile.mkdtemp(prefix="expanded-")))
+    models = choose_models(target, drafter, adapter, small, shape, layers)
     cells = order_cells(
         numbers(batch, "--batch"),
         numbers(context, "--context"),
@@ -170,23 +132,6 @@ def bench(
     drafter_config = read_model_config(models.drafter)
     itemsize = 4 if device == "cpu" else 2
     side_by_side = os.environ.get("VLLM_KV_CACHE_LAYOUT") in ("BLNHC", "BLHNC")
-    extra: dict[str, dict[str, Any]] = {}
-    for item in engine or []:
-        name, _, text = item.partition("=")
-        try:
-            extra[name] = json.loads(text)
-        except ValueError:
-            raise typer.BadParameter(f"--engine {item}: pass ARM=JSON") from None
-    environment = {}
-    if cache is not None:
-        root = cache.resolve()
-        environment = {
-            "VLLM_CACHE_ROOT": str(root / "vllm"),
-            "TRITON_CACHE_DIR": str(root / "triton"),
-            "TORCHINDUCTOR_CACHE_DIR": str(root / "inductor"),
-            # What Triton's autotuner chose, too.
-            "TRITON_CACHE_AUTOTUNING": "1",
-        }
     run = Run(
         arms=chosen,
         cells=cells,
@@ -211,8 +156,8 @@ def bench(
         complete=complete,
         seed=seed,
         triton_prefill=importlib.util.find_spec("flashinfer") is None,
-        environment=environment,
-        extra=extra,
+        environment=compile_caches(cache),
+        extra=engine_arguments(engine or []),
         logs=logs,
         profile=tuple(traced),
     )
@@ -221,7 +166,7 @@ def bench(
     try:
         source = held_out_texts() if prompts is None else texts_of(prompts)
         numbers_of = {(b, c): -(-requests // b) for b, c in lengths}
-        texts = _enough(source, max(n * b * c + 8 * c for (b, c), n in numbers_of.items()))
+        texts = enough(source, max(n * b * c + 8 * c for (b, c), n in numbers_of.items()))
         cut = {}
         for (b, c), n in sorted(numbers_of.items()):
             every = cut_prompts(tokenizer, iter(texts), n * b, c)
@@ -255,18 +200,6 @@ def bench(
     if not lossless(results.cells, strict=device == "cpu"):
         typer.echo("outputs differ from AR's", err=True)
         raise typer.Exit(3)
-
-
-def _enough(texts: Any, tokens: int) -> list[str]:
-    """Texts until they surely hold that many tokens: a token is at most some ten characters."""
-    found: list[str] = []
-    size = 0
-    for text in chain(texts):
-        found.append(text)
-        size += len(text)
-        if size > 10 * tokens:
-            break
-    return found
 
 
 def _write_pictures(data: dict[str, Any], results: Results, run: Run, out: Path) -> None:

@@ -43,15 +43,19 @@ def compare(
     *,
     dtype: str,
     doubts: Doubts | None,
+    tie: float | None = None,
+    most_checks: int = _MOST_CHECKS,
 ) -> dict[str, Any]:
     """Compare texts, each within the shorter of the two.
 
     Without `doubts`, differences are not classified: of sampled texts of vLLM's own speculation,
-    which are another draw from the same distribution.
+    which are another draw from the same distribution. A difference is a tie up to a distance of
+    `tie`, by default the dtype's; no more than `most_checks` are looked up.
     """
+    limit = TIE[dtype] if tie is None else tie
     places = [first_difference(a, b) for a, b in zip(got, want, strict=True)]
     where = [(i, place) for i, place in enumerate(places) if place is not None]
-    checked = [(i, place, got[i][place]) for i, place in where[:_MOST_CHECKS]]
+    checked = [(i, place, got[i][place]) for i, place in where[:most_checks]]
     found = doubts(checked) if checked and doubts is not None else []
     differences = []
     for number, (i, place) in enumerate(where):
@@ -60,7 +64,7 @@ def compare(
         known = found[number] if number < len(found) else None
         if known is not None:
             gap, distance = known
-            kind = "tie" if distance <= TIE[dtype] else "beyond a tie"
+            kind = "tie" if distance <= limit else "beyond a tie"
         differences.append(Difference(i, place, gap, distance, kind))
     compared = sum(min(len(a), len(b)) for a, b in zip(got, want, strict=True))
     equal = sum(
@@ -76,7 +80,7 @@ def compare(
         "ties": kinds.count("tie"),
         "beyond_a_tie": kinds.count("beyond a tie"),
         "not_classified": kinds.count("not classified"),
-        "tie_limit": TIE[dtype],
+        "tie_limit": limit,
         "differences": [asdict(difference) for difference in differences],
         "repetition": repetition(got),
         "repetition_ar": repetition(want),

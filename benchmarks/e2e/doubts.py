@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,7 +106,12 @@ def doubt_at(
     """
     if text[:place] != own[:place]:
         return None
-    known = dict(scores[place])
+    return gap_and_distance(scores[place], token)
+
+
+def gap_and_distance(scores: Sequence[tuple[int, float]], token: int) -> tuple[float, float]:
+    """Gap of the two best of the best tokens' scores, and distance of `token` from the best."""
+    known = dict(scores)
     best, second, *_ = sorted(known.values(), reverse=True)
     # A token that is not among the best is at least as far as the last of them.
     return best - second, best - known.get(token, min(known.values()))
@@ -126,18 +133,147 @@ def sampled_doubt_at(
     `prompt` is the prompt's length: noise is keyed by the position of the row that draws. None if
     AR, asked again, wrote something else up to that place.
     """
+    if text[: place + 1] != own[: place + 1]:
+        return None
+    known, drawn = dict(scores[place]), own[place]
+    noise = noise_of(seed, prompt + place - 1, [drawn, token])
+    shift = (known[drawn] - known[token]) / temperature
+    return None, shift + noise[drawn] - noise[token]
+
+
+def noise_of(seed: int, position: int, tokens: Sequence[int]) -> dict[int, float]:
+    """vLLM's noise of tokens that the row at a position may draw."""
     import torch
 
     from vllm_weaver.ops import keyed_gumbel
 
-    if text[: place + 1] != own[: place + 1]:
-        return None
-    known, drawn = dict(scores[place]), own[place]
     noise = keyed_gumbel(
         torch.tensor([seed]),
-        torch.tensor([[prompt + place - 1]]),
-        torch.tensor([[[drawn, token]]]),
+        torch.tensor([[position]]),
+        torch.tensor([[list(tokens)]]),
         use_fp64=False,
         backend="reference",
-    ).flatten()
-    return None, float((known[drawn] - known[token]) / temperature + noise[0] - noise[1])
+    )
+    return dict(zip(tokens, noise.flatten().tolist(), strict=True))
+
+
+#: Neutral values of the sampling options that :func:`shift_needed` knows.
+NEUTRAL: dict[str, float] = {
+    "temperature": 0.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+}
+
+
+def shift_needed(
+    logits: Mapping[int, float],
+    prompt: Sequence[int],
+    before: Sequence[int],
+    sampling: Mapping[str, Any],
+    token: int,
+) -> float | None:
+    """By how much two scores must move apart before AR takes `token` where it took another.
+
+    Scores are what vLLM compares: logits after penalties, over the temperature, plus noise. The
+    token must pass the filters, and every token that is better must fall behind it or out of a
+    filter. Greedy, it is the distance from the best token; sampled without filters, the distance
+    of the token drawn.
+
+    Args:
+        logits: raw, of the best tokens; with `top_p` of so many that the rest has no weight.
+        prompt, before: tokens of the request before the place.
+        sampling: options of `SamplingParams`: those of `NEUTRAL`, and `seed`.
+        token: that the other engine took.
+
+    Returns:
+        At least 0; None if `token` is not among `logits`.
+    """
+    options = {**NEUTRAL, **sampling}
+    if token not in logits:
+        return None
+    temperature = options["temperature"]
+    scaled = _penalised(logits, prompt, before, options)
+    noise: Mapping[int, float] = dict.fromkeys(scaled, 0.0)
+    joins, leaves = dict.fromkeys(scaled, 0.0), dict.fromkeys(scaled, math.inf)
+    if temperature > 0:
+        scaled = {key: value / temperature for key, value in scaled.items()}
+        noise = noise_of(options["seed"], len(prompt) + len(before) - 1, list(scaled))
+        joins, leaves = _filtered(scaled, options)
+    mine = scaled[token] + noise[token]
+    needed = joins[token]
+    for other, value in scaled.items():
+        ahead = value + noise[other] - mine
+        if other != token and ahead > 0:
+            needed = max(needed, min(ahead, leaves[other]))
+    return needed
+
+
+def _penalised(
+    logits: Mapping[int, float],
+    prompt: Sequence[int],
+    before: Sequence[int],
+    options: Mapping[str, Any],
+) -> dict[int, float]:
+    counts, repeated = Counter(before), {*prompt, *before}
+    found = {}
+    for token, value in logits.items():
+        if token in repeated:
+            factor = options["repetition_penalty"]
+            value = value / factor if value > 0 else value * factor
+        value -= options["frequency_penalty"] * counts[token]
+        found[token] = value - options["presence_penalty"] * (counts[token] > 0)
+    return found
+
+
+def _filtered(
+    scaled: Mapping[int, float], options: Mapping[str, Any]
+) -> tuple[dict[int, float], dict[int, float]]:
+    """Shifts by which each token would pass all filters, and would fail one: 0 if it does."""
+    joins, leaves = dict.fromkeys(scaled, 0.0), dict.fromkeys(scaled, math.inf)
+    order = sorted(scaled, key=lambda token: -scaled[token])
+
+    def bound(passing: Sequence[int], failing: Sequence[int]) -> None:
+        """Ranks decide: the last that passes, and the first that does not, may change places."""
+        for token in failing:
+            joins[token] = max(joins[token], scaled[passing[-1]] - scaled[token])
+            leaves[token] = 0.0
+        if failing:
+            for token in passing:
+                leaves[token] = min(leaves[token], scaled[token] - scaled[failing[0]])
+
+    if options["min_p"] > 0:
+        threshold = scaled[order[0]] + math.log(options["min_p"])
+        for token in order:
+            joins[token] = max(joins[token], threshold - scaled[token])
+            leaves[token] = min(leaves[token], max(0.0, scaled[token] - threshold))
+        order = [token for token in order if scaled[token] >= threshold]
+    if 0 < options["top_k"] < len(order):
+        bound(order[: options["top_k"]], order[options["top_k"] :])
+        order = order[: options["top_k"]]
+    if options["top_p"] < 1:
+        weights = [math.exp(scaled[token] - scaled[order[0]]) for token in order]
+        total, mass, better = sum(weights), 0.0, []
+        for weight in weights:
+            better.append(mass / total)
+            mass += weight
+        size = sum(share < options["top_p"] for share in better)
+        rank_joins, rank_leaves = dict(joins), dict(leaves)
+        bound(order[:size], order[size:])
+        # Or the mass of the better tokens moves past the limit, and the token stays where it is.
+        for token, share in zip(order, better, strict=True):
+            move = abs(_logit(share) - _logit(options["top_p"]))
+            if share >= options["top_p"]:
+                joins[token] = max(rank_joins[token], min(joins[token], move))
+            else:
+                leaves[token] = min(rank_leaves[token], min(leaves[token], move))
+    return joins, leaves
+
+
+def _logit(share: float) -> float:
+    if share <= 0:
+        return -math.inf
+    return math.inf if share >= 1 else math.log(share / (1 - share))

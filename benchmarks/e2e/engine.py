@@ -18,7 +18,10 @@ import threading
 import time
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .serving import StepLog
 
 Answer = dict[str, Any]
 
@@ -40,8 +43,7 @@ class Decoding:
         seed: int,
         tag: str,
     ):
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from .serving import add_request, parameters
 
         self.engine = engine
         self.tokens = tokens
@@ -52,15 +54,8 @@ class Decoding:
         self.steps: list[tuple[float, int, int]] = []
         self.closed = False
         for number, (name, ids) in enumerate(zip(self.names, prompts, strict=True)):
-            parameters = SamplingParams(
-                max_tokens=tokens,
-                temperature=temperature,
-                seed=seed + number,
-                ignore_eos=True,
-                detokenize=False,
-                output_kind=RequestOutputKind.DELTA,
-            )
-            engine.add_request(name, {"prompt_token_ids": ids}, parameters)
+            sampling = parameters(tokens, temperature=temperature, seed=seed + number)
+            add_request(engine, name, ids, sampling)
         start = time.perf_counter()
         while not all(self.outputs.values()) and not self.closed:
             self._step()
@@ -142,6 +137,7 @@ class Server:
         self.decoding: Decoding | None = None
         self.count = 0
         self.ranges: list[str] = []
+        self.log: StepLog | None = None
 
     def hold(self, options: dict[str, Any], sockets: str) -> Answer:
         """Load the target's weights and hand them to engines, for as long as this process runs."""
@@ -226,22 +222,23 @@ class Server:
         Of the 20 best tokens, or, where given, of the tokens that `ask` names for each request; of
         the token that was taken besides.
         """
-        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        from .serving import parameters
 
         shown = [{"logprob_token_ids": each} for each in ask] if ask else [{"logprobs": 20}]
-        parameters = [
-            SamplingParams(
-                max_tokens=tokens,
+        sampling = [
+            parameters(
+                tokens,
                 temperature=temperature,
                 seed=seed + number,
-                ignore_eos=True,
-                detokenize=False,
+                output_kind=RequestOutputKind.FINAL_ONLY,
                 **shown[number % len(shown)],
             )
             for number in range(len(prompts))
         ]
         inputs = [{"prompt_token_ids": ids} for ids in prompts]
-        results = [r.outputs[0] for r in self.llm.generate(inputs, parameters, use_tqdm=False)]
+        results = [r.outputs[0] for r in self.llm.generate(inputs, sampling, use_tqdm=False)]
         return {
             "texts": [list(result.token_ids) for result in results],
             "scores": [
@@ -249,6 +246,28 @@ class Server:
                 for r in results
             ],
         }
+
+    def serve(self, requests: list[dict[str, Any]], fresh: bool = False) -> Answer:
+        """Run requests to their ends: see :func:`benchmarks.e2e.serving.serve`.
+
+        `fresh`: with an empty prefix cache.
+        """
+        from .serving import StepLog, serve
+
+        if self.decoding is not None:
+            self.finish(complete=False)
+        engine = self.llm.llm_engine
+        # With asynchronous scheduling a step may still hold the last requests' blocks.
+        tries = 8 if fresh else 0
+        while tries and not self.llm.reset_prefix_cache():
+            engine.step()
+            tries -= 1
+        if fresh and not tries:
+            raise RuntimeError("the prefix cache cannot be emptied")
+        if self.log is None:
+            self.log = StepLog(engine.engine_core.engine_core.scheduler)
+        self.count += 1
+        return serve(engine, requests, str(self.count), self.log)
 
     def profile(self, steps: int, trace: str) -> Answer:
         """Trace some steps of the decoding in progress into a file of Chrome's format."""

@@ -8,7 +8,7 @@ file), the standard library first and as many installed packages as are needed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -87,3 +87,32 @@ def cut_prompts(tokenizer: Any, texts: Iterator[str], count: int, length: int) -
             end += 1
         prompts.append(stream[end - length : end])
     return prompts
+
+
+class Stream:
+    """Prompts of any length, cut one after another from one stream of tokens.
+
+    Args:
+        tokenizer: of the target.
+        texts: whose tokens are used; from the start again when they end.
+
+    Raises:
+        PromptError: no text at all.
+    """
+
+    def __init__(self, tokenizer: Any, texts: Iterable[str]):
+        self._tokens: list[int] = []
+        for text in texts:
+            self._tokens += tokenizer.encode(text, add_special_tokens=False).ids
+        if not self._tokens:
+            raise PromptError("no text to cut prompts from")
+        self._next = 0
+
+    def cut(self, count: int, length: int) -> list[list[int]]:
+        """The next `count` prompts of `length` tokens."""
+        found = []
+        for _ in range(count):
+            places = range(self._next, self._next + length)
+            found.append([self._tokens[place % len(self._tokens)] for place in places])
+            self._next += length
+        return found

@@ -1,0 +1,353 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`python -m benchmarks.e2e.lossless`: its parts, its judgement, and a small run on a CPU."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.e2e.arms import Models, parse_arms
+from benchmarks.e2e.client import EngineError
+from benchmarks.e2e.doubts import noise_of, shift_needed
+from benchmarks.e2e.lossless import Lossless, Settings, content, markdown
+from benchmarks.e2e.memory import CacheShape
+from benchmarks.e2e.parts import PARTS, TOGETHER, PartError, Sizes, next_turns
+from benchmarks.e2e.serving import StepLog, add_steps
+
+ROOT = Path(__file__).parents[2]
+SIZES = Sizes(budget=63, tokens=64, batch=32, context=2048, block=144, chunk=256, seeds=12)
+
+
+def cut(count: int, length: int) -> list[list[int]]:
+    """Prompts of a running number."""
+    cut.next += count * length  # type: ignore[attr-defined]
+    first = cut.next - count * length  # type: ignore[attr-defined]
+    return [list(range(first + i * length, first + (i + 1) * length)) for i in range(count)]
+
+
+cut.next = 10  # type: ignore[attr-defined]
+
+
+def test_parts_ask_for_what_they_are_for() -> None:
+    found = {name: build(SIZES, cut) for name, build in PARTS.items()}
+    assert sorted(len(r.prompt) for r in found["lengths"].requests) == list(range(1, 129))
+    assert len({len(batch) for batch in found["lengths"].batches}) > 4
+    assert [len(batch) for batch in found["batches"].batches] == list(TOGETHER)
+    assert all(r.after == 0 for r in found["batches"].requests)
+    assert len({r.tokens for r in found["batches"].batches[-1]}) > 4
+    cold, again, shared = found["prefix"].batches
+    assert [r.prompt for r in again[::-1]] == [r.prompt for r in cold]
+    starts = {tuple(r.prompt[: 3 * 144]) for r in cold}
+    assert all(r.hit and tuple(r.prompt[: 3 * 144]) in starts for r in shared)
+    assert {len(r.prompt) - 3 * 144 for r in shared} >= {1, 9}
+    for batch in found["mixed"].batches:
+        late = [r for r in batch if r.after]
+        assert late and all(len(r.prompt) >= 3 * 256 for r in late)
+        assert any(not r.after and r.tokens >= 128 for r in batch)
+    options = [r.sampling for r in found["seeded"].requests]
+    for key in ("top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"):
+        assert sum(key in x for x in options) >= 12
+    assert any(x["temperature"] == 0 for x in options)
+    # Enough for 20,000 tokens, though every tenth is lost behind a tie.
+    tokens = sum(r.tokens for part in found.values() for r in part.requests)
+    assert tokens > 22_000
+    assert all(
+        len(r.prompt) + r.tokens <= SIZES.context + SIZES.tokens
+        for part in found.values()
+        for r in part.requests
+    )
+
+
+def test_a_next_turn_goes_on_from_an_answer_that_filled_a_block() -> None:
+    first = PARTS["turns"](SIZES, cut)
+    answers = [[7] * r.tokens for r in first.requests]
+    part = next_turns(SIZES, cut, first, answers)
+    assert part.follows == first.name
+    for request, before, answer in zip(part.requests, first.requests, answers, strict=True):
+        assert request.prompt[: len(before.prompt) + len(answer)] == [*before.prompt, *answer]
+        # Two whole blocks end inside the answer: one may be dropped, the other is read.
+        assert len(before.prompt) < 2 * 144 and len(before.prompt) + len(answer) >= 3 * 144
+
+
+def test_a_context_without_room_is_named() -> None:
+    small = Sizes(budget=3, tokens=4, batch=3, context=100, block=128, chunk=64, seeds=1)
+    for name in ("prefix", "turns", "mixed"):
+        with pytest.raises(PartError, match="--context 100"):
+            PARTS[name](small, cut)
+
+
+def test_regrouped_requests_are_the_same_in_other_batches() -> None:
+    part = PARTS["batches"](SIZES, cut)
+    other = part.regrouped(11)
+    assert [r.prompt for batch in other for r in batch][::-1] == [r.prompt for r in part.requests]
+    assert {len(batch) for batch in other[:-1]} == {11}
+
+
+def test_shift_of_a_greedy_and_of_a_plainly_sampled_token() -> None:
+    logits = {1: 5.0, 2: 4.5, 3: 1.0}
+    greedy = {"temperature": 0.0}
+    assert shift_needed(logits, [9], [], greedy, 2) == pytest.approx(0.5)
+    assert shift_needed(logits, [9], [], greedy, 1) == 0
+    assert shift_needed(logits, [9], [], greedy, 8) is None
+    noise = noise_of(4, 2, [1, 2, 3])
+    scores = {token: logits[token] / 0.5 + noise[token] for token in logits}
+    sampling = {"temperature": 0.5, "seed": 4}
+    for token in logits:
+        needed = max(scores.values()) - scores[token]
+        got = shift_needed(logits, [9, 9], [9], sampling, token)
+        assert got == pytest.approx(needed, abs=1e-5)
+
+
+def test_penalties_are_those_of_vllm() -> None:
+    from vllm.v1.sample.ops.penalties import apply_all_penalties
+
+    logits = {0: 2.0, 1: 3.0, 2: -1.0, 3: 2.5}
+    options = {"repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2}
+    row = torch.tensor([[logits[token] for token in range(4)]])
+    column = [torch.tensor([options[k]]) for k in
+              ("presence_penalty", "frequency_penalty", "repetition_penalty")]  # fmt: skip
+    want = apply_all_penalties(row, torch.tensor([[2, 3]]), *column, [[1, 1, 2]])[0]
+    best = float(want.max())
+    for token in range(4):
+        got = shift_needed(logits, [2, 3], [1, 1, 2], {"temperature": 0.0, **options}, token)
+        assert got == pytest.approx(best - float(want[token]), abs=1e-5)
+
+
+FILTERS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "top-k": {"top_k": 5},
+    "top-p": {"top_p": 0.7},
+    "min-p": {"min_p": 0.1},
+    "all": {"top_k": 12, "top_p": 0.8, "min_p": 0.02},
+}
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_no_shift_is_needed_for_what_vllm_draws_and_some_for_anything_else(name: str) -> None:
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
+
+    generator = torch.Generator().manual_seed(0)
+    options = FILTERS[name]
+    for seed in range(20):
+        row = 2 * torch.randn(1, 40, generator=generator)
+        logits = dict(enumerate(row[0].tolist()))
+        kept = row / 0.9
+        if "min_p" in options:
+            below = kept < kept.max() + math.log(options["min_p"])
+            kept = kept.masked_fill(below, -math.inf)
+        top_k = torch.tensor([options["top_k"]]) if "top_k" in options else None
+        top_p = torch.tensor([options["top_p"]]) if "top_p" in options else None
+        kept = apply_top_k_top_p_pytorch(kept.clone(), top_k, top_p)[0]
+        noise = noise_of(seed, 3, list(logits))
+        drawn = max(logits, key=lambda token: float(kept[token]) + noise[token])
+        sampling = {"temperature": 0.9, "seed": seed, **options}
+        shifts = {token: shift_needed(logits, [1, 2], [3, 4], sampling, token) for token in logits}
+        assert shifts[drawn] == 0
+        assert min(x for token, x in shifts.items() if token != drawn) > 0
+        # An excluded token must come back first, however large its noise.
+        out = [token for token in logits if kept[token] == -math.inf]
+        assert bool(out) == (name != "none")
+        worst = min(logits, key=lambda token: logits[token])
+        assert shifts[worst] > 1
+
+
+def test_a_token_at_a_filters_edge_is_a_tie() -> None:
+    # The third token misses the two best by 0.01, and its noise would let it win.
+    logits = {1: 3.0, 2: 1.01, 3: 1.0}
+    seed = next(
+        s for s in range(5000)
+        if (n := noise_of(s, 0, [1, 2, 3]))[3] + 1.0 > max(n[1] + 3.0, n[2] + 1.01) + 1
+    )  # fmt: skip
+    sampling = {"temperature": 1.0, "seed": seed, "top_k": 2}
+    assert shift_needed(logits, [9], [], sampling, 3) == pytest.approx(0.01)
+    # By mass: the best token has 0.7 of it but for rounding.
+    logits = {1: math.log(0.7001), 2: math.log(0.2999)}
+    seed = next(
+        s for s in range(5000)
+        if (n := noise_of(s, 0, [1, 2]))[2] + logits[2] > n[1] + logits[1] + 1
+    )  # fmt: skip
+    sampling = {"temperature": 1.0, "seed": seed, "top_p": 0.7}
+    needed = shift_needed(logits, [9], [], sampling, 2)
+    assert needed == pytest.approx(0.0001 / (0.7 * 0.3), rel=0.01)
+
+
+class FakeScheduler:
+    """Two requests: one prompt of 5 in two pieces beside one that decodes."""
+
+    def __init__(self) -> None:
+        self.requests = {
+            "long": SimpleNamespace(num_computed_tokens=0, num_prompt_tokens=5),
+            "old": SimpleNamespace(num_computed_tokens=7, num_prompt_tokens=4),
+        }
+
+    def schedule(self, rows: dict[str, int], drafts: dict[str, list[int]]) -> Any:
+        for name, count in rows.items():
+            self.requests[name].num_computed_tokens += count
+        return SimpleNamespace(
+            num_scheduled_tokens=rows, scheduled_spec_decode_tokens=drafts, preempted_req_ids=None
+        )
+
+    def update_from_output(self, scheduled: Any, output: Any) -> str:
+        return "updated"
+
+
+def test_steps_are_told_apart() -> None:
+    scheduler = FakeScheduler()
+    log = StepLog(scheduler)
+    steps = [({"long": 3, "old": 4}, {"old": [1, 2, 3]}), ({"long": 2, "old": 1}, {})]
+    steps.append(({"long": 1, "old": 1}, {}))
+    stats = SimpleNamespace(runtime_mode="CUDAGraphMode.FULL", num_paddings=2)
+    for rows, drafts in steps:
+        scheduled = scheduler.schedule(rows, drafts)
+        output = SimpleNamespace(cudagraph_stats=stats)
+        assert scheduler.update_from_output(scheduled, output) == "updated"
+    found = log.take()
+    assert found["steps"] == 3 and found["mixed"] == 2
+    assert found["chunks"] == found["mixed_chunks"] == found["mixed_trees"] == 1
+    assert found["decoding"] == {"2": 1}
+    assert found["graphs"] == found["padded_graphs"] == {"FULL": 3}
+    total = add_steps([found, found])
+    assert total["steps"] == 6 and total["graphs"] == {"FULL": 6}
+    log.reset()
+    assert log.take()["steps"] == 0
+
+
+class FakeEngine:
+    """Answers with token 1, but for one place of one engine; scores put 1 and 2 `gap` apart."""
+
+    gap = 0.0
+    cold = False
+    late = False
+
+    def __init__(self, name: str, *_: Any) -> None:
+        self.name = name
+
+    def send(self, command: str, **arguments: Any) -> None:
+        self.options = arguments.get("options", {})
+
+    def receive(self, command: str, timeout: float) -> dict[str, Any]:
+        return {
+            "start_seconds": 1.0,
+            "memory": {"cache_block_tokens": 16},
+            "graphs": {"cudagraph_mode": "FULL_AND_PIECEWISE"},
+        }
+
+    def call(self, command: str, timeout: float, **arguments: Any) -> dict[str, Any]:
+        if command == "stats":
+            return {"target_passes": 9, "mean_accepted_length": 2.0, "chain_fallbacks": 1}
+        if self.late:
+            raise EngineError(f"{self.name}: serve took more than 1 s", self.name)
+        requests = arguments["requests"]
+        outputs = [[1] * r["tokens"] for r in requests]
+        if self.name != "ar":
+            outputs[0][-1] = 2
+        sizes = {str(len(requests)): 3}
+        return {
+            "outputs": outputs,
+            "cached": [0 if self.cold else 16 for _ in requests],
+            "scores": [
+                {str(p): [(1, 5.0), (2, 5.0 - self.gap)] for p in r.get("places", ())}
+                for r in requests
+            ],
+            "steps": {
+                "steps": 9, "mixed": 2, "chunks": 3, "mixed_chunks": 1, "mixed_trees": 1,
+                "preempted": 0, "decoding": sizes, "graphs": {"FULL": 5},
+                "padded_graphs": {"FULL": 2},
+            },
+        }  # fmt: skip
+
+    def stop(self, timeout: float = 0) -> None:
+        self.name += " stopped"
+
+
+def judged(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parts: list[str], **changes: Any
+) -> dict[str, Any]:
+    for key, value in changes.items():
+        monkeypatch.setattr(FakeEngine, key, value)
+    monkeypatch.setattr("benchmarks.e2e.lossless.EngineProcess", FakeEngine)
+    settings = Settings(
+        arms=parse_arms("weaver", 7, [], 15), models=Models("t", "d", "a"), parts=parts,
+        device="cuda", tokens=8, batch=8, context=256, chunk=32, seeds=2, batched_tokens=None,
+        tie=None, least_tokens=50, minutes=5.0, graphs=True, environment={}, extra={},
+        logs=tmp_path,
+    )  # fmt: skip
+    config = json.loads((ROOT / "vllm_weaver/demo/models/target/config.json").read_text())
+    shape = CacheShape.of(config, None, 2)
+    run = Lossless(settings, cut, shape, lambda _: None, lambda _: None, time.monotonic())
+    data = content(settings, run.run(), 1.0)
+    options = data["engines"]["weaver-7"]["options"]
+    assert options["enable_prefix_caching"] and options["max_num_batched_tokens"] == 512
+    assert "logprobs_mode" not in options
+    return json.loads(json.dumps(data))
+
+
+def test_a_tie_passes_and_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    parts = ["batches", "prefix", "turns", "mixed"]
+    data = judged(monkeypatch, tmp_path, parts, gap=0.05)
+    assert data["passed"], data["failures"]
+    names = [part["part"] for part in data["parts"]]
+    assert names == ["batches", "prefix", "turns", "next turns", "mixed"]
+    ours, plain = data["totals"]["weaver-7"], data["totals"]["ar again"]
+    batches = sum(len(part["batches"]) for part in data["parts"])
+    # The first request of every batch differs in its last token.
+    assert ours["ties"] == batches and ours["beyond_a_tie"] == 0
+    assert ours["largest_distance"] == pytest.approx(0.05)
+    assert plain["ties"] == 0 and plain["tokens_compared"] == ours["tokens_compared"] + batches
+    assert data["parts"][1]["arms"]["weaver-7"]["cache"]["hits"] > 0
+    table = markdown(data)
+    assert "| batches | weaver-7 |" in table and "| **all** | ar again |" in table
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"gap": 0.4}, "batches: weaver-7: 6 beyond a tie"),
+        ({"cold": True}, "prefix: ar: 12 prompts were not found in the prefix cache"),
+        ({"late": True}, "serve took more than"),
+    ],
+)
+def test_what_fails_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, changes: dict[str, Any], reason: str
+) -> None:
+    data = judged(monkeypatch, tmp_path, ["batches", "prefix"], **changes)
+    assert not data["passed"]
+    assert any(reason in failure for failure in data["failures"]), data["failures"]
+    if "late" in changes:
+        assert {"batches: not run to its end", "prefix: not run to its end"} <= {*data["failures"]}
+        assert "Failed: " in markdown(data)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the small run is a test for a CPU")
+def test_small_run_on_a_cpu(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "benchmarks.e2e.lossless", "--smoke", "--out", str(tmp_path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1800
+    )
+    logs = "\n".join(file.read_text()[-2000:] for file in (tmp_path / "logs").glob("*.log"))
+    assert done.returncode == 0, done.stdout + done.stderr + logs
+    found = json.loads((tmp_path / "lossless.json").read_text())
+    assert found["passed"] and found["failures"] == []
+    parts = {part["part"]: part["arms"] for part in found["parts"]}
+    assert set(parts) == {"lengths", "batches", "prefix", "mixed", "seeded"}
+    for arms in parts.values():
+        texts = arms["weaver-3"]["texts"]
+        # Float32: every token is plain vLLM's.
+        assert texts["equal_requests"] == texts["requests"]
+        assert arms["weaver-3"]["plugin"]["mean_accepted_length"] > 1
+    assert parts["lengths"]["weaver-3"]["texts"]["requests"] == 8
+    assert parts["prefix"]["weaver-3"]["cache"]["tokens"] >= 3 * 128
+    assert parts["mixed"]["weaver-3"]["steps"]["mixed_chunks"] > 0
+    assert found["totals"]["weaver-3"]["tokens_compared"] >= 100
