@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of tree attention on a GPU beside FlashAttention 3 and others, each after its check.
 
-    python -m benchmarks.ops.attention [--quick] [--tune] [--fp8] [--out FILE]
+    python -m benchmarks.ops.attention [--quick] [--arms ours,fa3,...] [--tune] [--fp8] [--out FILE]
     python -m benchmarks.ops.attention --interpret
 
 Shapes of Qwen3.6-27B (24 query heads of 256, 4 key/value heads, bfloat16, pages of 784 tokens with
@@ -17,21 +17,25 @@ not hold together. In one run, per batch and context:
 - xformers, flashinfer: their tree or mask form, where installed.
 
 Checks: float32 attention of the reference, with NaN in every slot past a context and in blocks of
-nobody. An arm that fails its check is not timed, and the run ends with status 1. `--tune` times
-tilings and splits of the Triton kernel and forms of the tail. `--interpret` runs the checks of our
-kernels at toy sizes on a CPU.
+nobody. An arm that fails its check is not timed, and the run ends with status 1. Other libraries'
+arms (sdpa, xformers, flashinfer) come last, at the cases of `--quick`: each is checked at the very
+case that it is timed at, and one that is missing, fails or is wrong is a line under `not_timed`
+and changes nothing else. `--arms` names groups of arms. `--tune` times tilings and splits of the
+Triton kernel and forms of the tail. `--interpret` runs the checks of our kernels at toy sizes on a
+CPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy as copies
 import json
 import math
 import multiprocessing
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -40,7 +44,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.attention_arms import others
+from benchmarks.ops.attention_arms import LIBRARIES, Foreign, others
 from benchmarks.ops.gdn import Checks, time_calls
 from benchmarks.ops.machine import machine, start_again_interpreted
 from vllm_weaver.ops import ancestor_words
@@ -69,6 +73,8 @@ DEVICE = "cpu" if INTERPRET else "cuda"
 AIM = 1.15
 """Times of FlashAttention 3's causal call, batch 1, 4k and 64k context."""
 AIM_CASES = ((1, 4096), (1, 65536))
+ARMS = ("ours", "fa3", *LIBRARIES)
+"""Groups of arms: both of our backends, FlashAttention 3's causal call, other libraries."""
 L2_BYTES = 128 << 20
 """Copies of a cache hold at least this much together."""
 RMS_LIMIT = 8e-3 if INTERPRET else 4e-3
@@ -185,16 +191,16 @@ class Case:
     def scales(self) -> dict[str, Tensor | None]:
         return {"k_scale": self.k_scale, "v_scale": self.v_scale}
 
-    def expected(self) -> Tensor:
-        """Attention in float32 from the first copy."""
-        q, k_new, v_new, k_cache, v_cache, *rest = self.inputs()
+    def expected(self, copy: int = 0) -> Tensor:
+        """Attention in float32 from a copy of the cache; each holds other numbers."""
+        q, k_new, v_new, k_cache, v_cache, table, *rest = self.inputs(copy)
         if self.k_scale is not None:
-            out = tree_attention_reference(*self.inputs(), scale=self.scale, **self.scales())
+            out = tree_attention_reference(*self.inputs(copy), scale=self.scale, **self.scales())
             return out.float()
-        # Only the pages of the first copy are widened.
-        used = torch.cat([self.tables[0].flatten(), torch.zeros_like(self.tables[0, 0, :1])])
+        # Only the pages of that copy are widened.
+        used = torch.cat([table.flatten(), torch.zeros_like(table[0, :1])])
         ids, places = used.long().unique(return_inverse=True)
-        rest[0] = places[:-1].view_as(self.tables[0]).int()
+        rest = [places[:-1].view_as(table).int(), *rest]
         k_wide, v_wide = (cache[ids].float() for cache in (k_cache, v_cache))
         wide = (q.float(), k_new.float(), v_new.float(), k_wide, v_wide)
         return tree_attention_reference(*wide, *rest, scale=self.scale)
@@ -381,13 +387,26 @@ class Bench:
         return us
 
 
-def arms_of(prefix: FlashPrefix | None) -> dict[str, tuple[Arm, bool]]:
+def chosen_arms(names: str) -> list[str]:
+    """Groups of arms from a list with commas, in the order of `ARMS`. ValueError if one is none."""
+    wanted = [name.strip() for name in names.split(",") if name.strip()]
+    unknown = [name for name in wanted if name not in ARMS]
+    if unknown or not wanted:
+        raise ValueError(f"{', '.join(unknown) or 'nothing'}: arms are {', '.join(ARMS)}")
+    return [name for name in ARMS if name in wanted]
+
+
+def arms_of(
+    prefix: FlashPrefix | None, chosen: Collection[str] = ARMS
+) -> dict[str, tuple[Arm, bool]]:
     """Arms by name; whether an arm takes trees, or chains stored in the cache alone."""
     arms: dict[str, tuple[Arm, bool]] = {}
-    if prefix is not None:
+    if prefix is not None and "fa3" in chosen:
         arms["fa3 causal"] = (partial(causal, prefix), False)
+    if prefix is not None and "ours" in chosen:
         arms["fa3 + tail"] = (partial(in_parts, prefix), True)
-    arms["triton"] = (ours, True)
+    if "ours" in chosen:
+        arms["triton"] = (ours, True)
     return arms
 
 
@@ -428,14 +447,64 @@ def check_fp8(checks: Checks) -> bool:
     return good
 
 
+QUICK_CASES = [(1, 4096), (1, 65536), (16, 4096)]
+"""Batches and contexts of `--quick`, and of other libraries' arms always."""
+
+
 def cases_of(quick: bool) -> list[tuple[int, int]]:
     """Batches and contexts."""
     if quick:
-        return [(1, 4096), (1, 65536), (16, 4096)]
+        return QUICK_CASES
     return [
         *((1, 1024), (1, 4096), (1, 16384), (1, 65536), (1, 262144)),
         *((16, 1024), (16, 4096), (16, 16384), (16, 65536)),
     ]
+
+
+def with_one_tree(case: Case) -> Case:
+    """The same case with the first request's tree for every request."""
+    case = copies.copy(case)
+    case.ancestors = case.ancestors[:1].expand_as(case.ancestors).contiguous()
+    return case
+
+
+def time_others(
+    bench: Bench,
+    checks: Checks,
+    case: Case,
+    found: Mapping[str, Foreign | str],
+    not_timed: dict[str, str],
+) -> None:
+    """Check other libraries' arms on a case whose rows are stored, and time those that hold.
+
+    Errors go to `checks.results`. What keeps an arm from being timed goes to `not_timed`; it is no
+    failed check, since it says nothing of our kernels. Lines in place of arms are passed over.
+    """
+    seen_by: dict[bool, tuple[Case, dict[int, Tensor]]] = {}
+    for name, arm in found.items():
+        if isinstance(arm, str):
+            continue
+        one_tree = arm.one_tree and case.R > 1
+        title = f"{name}, one tree for all" if one_tree else name
+        label = f"{title}, R={case.R} context {case.context}"
+        try:
+            if one_tree not in seen_by:
+                seen = with_one_tree(case) if one_tree else case
+                # What is made per copy of the cache is checked at both ends.
+                ends = {copy: seen.expected(copy) for copy in (0, seen.copies - 1)}
+                seen_by[one_tree] = (seen, ends)
+            seen, expected = seen_by[one_tree]
+            run = arm.prepare(seen)
+            error = max(rms_error(run(seen, copy), out) for copy, out in expected.items())
+            checks.results[label] = round(error, 6)
+            if error < RMS_LIMIT:
+                bench.time(seen, title, run)
+            else:
+                not_timed[label] = f"wrong by {error:.2e}"
+        except Exception as problem:
+            not_timed[label] = f"failed: {problem!r}"[:500]
+        if label in not_timed:
+            print(f"{label}: {not_timed[label]}", flush=True)
 
 
 def tune(bench: Bench, checks: Checks, case: Case, prefix: FlashPrefix | None, fp8: bool) -> None:
@@ -500,11 +569,20 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="three cases, fewer checks")
     parser.add_argument("--tune", action="store_true", help="time tilings, splits and tails, too")
     parser.add_argument("--fp8", action="store_true", help="check and time float8 caches, too")
+    parser.add_argument(
+        "--arms",
+        default=",".join(ARMS),
+        help="groups to time (%(default)s); of fa3's times those of ours are a multiple",
+    )
     parser.add_argument("--interpret", action="store_true", help="checks alone, on a CPU")
     parser.add_argument("--compile-workers", type=int, default=12)
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache, and end")
     parser.add_argument("--out", default="benchmarks/results/ops-attention.json")
     args = parser.parse_args()
+    try:
+        chosen = chosen_arms(args.arms)
+    except ValueError as problem:
+        parser.error(f"--arms: {problem}")
     if args.interpret:
         start_again_interpreted("benchmarks.ops.attention")
     if INTERPRET:
@@ -512,33 +590,35 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.ops.attention needs a GPU, or --interpret for its checks")
     started = time.perf_counter()
-    tasks: list[tuple[Any, ...]] = [("tail", form, False) for form in TAIL_FORMS[:2]]
-    for fp8 in (False, True) if args.fp8 else (False,):
-        forms = tilings_to_try()[: (6 if fp8 else None) if args.tune else 1]
-        tasks = [("triton", form, fp8) for form in forms] + tasks
-    if args.tune:
-        tasks += [("tail", form, False) for form in TAIL_FORMS[2:]]
-    workers = min(args.compile_workers, len(tasks))
-    with multiprocessing.get_context("spawn").Pool(workers) as pool:
-        for problem in filter(None, pool.map(compile_part, tasks, chunksize=1)):
-            print(problem, flush=True)
+    with_ours = "ours" in chosen
+    tasks: list[tuple[Any, ...]] = []
+    if with_ours:
+        tasks = [("tail", form, False) for form in TAIL_FORMS[: None if args.tune else 2]]
+        for fp8 in (False, True) if args.fp8 else (False,):
+            forms = tilings_to_try()[: (6 if fp8 else None) if args.tune else 1]
+            tasks = [("triton", form, fp8) for form in forms] + tasks
+        workers = min(args.compile_workers, len(tasks))
+        with multiprocessing.get_context("spawn").Pool(workers) as pool:
+            for line in filter(None, pool.map(compile_part, tasks, chunksize=1)):
+                print(line, flush=True)
     print(f"{len(tasks)} parts compiled after {time.perf_counter() - started:.0f} s", flush=True)
     if args.compile_only:
         return
 
-    function = flash_function()
+    function: Callable[..., Any] | str = "not asked for"
+    if with_ours or "fa3" in chosen:
+        function = flash_function()
     prefix = None if isinstance(function, str) else FlashPrefix(function)
-    arms = arms_of(prefix)
-    found = others()
-    missing = {name: arm for name, arm in found.items() if isinstance(arm, str)}
+    arms = arms_of(prefix, chosen)
+    found: dict[str, Foreign | str] = {}
+    missing: dict[str, str] = {}
     if isinstance(function, str):
         missing["fa3"] = function
-    for name, line in missing.items():
-        print(f"{name}: {line}", flush=True)
+        print(f"fa3: {function}", flush=True)
 
     checks, bench = Checks(), Bench()
-    good = run_checks(checks, arms, args.quick)
-    fp8_good = check_fp8(checks) if args.fp8 else False
+    good = run_checks(checks, arms, args.quick) if arms else set()
+    fp8_good = check_fp8(checks) if args.fp8 and with_ours else False
     print(f"checked after {time.perf_counter() - started:.0f} s", flush=True)
 
     def save() -> None:
@@ -546,7 +626,11 @@ def main() -> None:
             **machine(),
             "shapes": vars(FULL) | {"dtype": "torch.bfloat16"},
             "aim_of_fa3_causal": AIM,
+            "arms": chosen,
             "not_timed": missing,
+            "leaves_out": {
+                name: arm.leaves_out for name, arm in found.items() if isinstance(arm, Foreign)
+            },
             "seconds": round(time.perf_counter() - started),
             "checks": checks.results,
             "failed": checks.failed,
@@ -555,7 +639,7 @@ def main() -> None:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
 
-    for R, context in cases_of(args.quick):
+    for R, context in cases_of(args.quick) if arms else ():
         case = Case(FULL, R, context)
         case.store()
         for name, (arm, _) in arms.items():
@@ -563,22 +647,6 @@ def main() -> None:
                 bench.time(case, name, arm)
         if prefix is not None and {"fa3 causal", "fa3 + tail"} <= good:
             time_scheduled(bench, checks, prefix, case)
-        if R == 1 and context in (4096, 65536):
-            expected = case.expected()
-            for name, make in found.items():
-                if isinstance(make, str):
-                    continue
-                try:
-                    made = make(case)
-                    error = rms_error(made(case, 0), expected)
-                    if error < RMS_LIMIT:
-                        bench.time(case, name, made)
-                    else:
-                        print(f"{name}: wrong by {error:.2e}, not timed", flush=True)
-                    checks.results[f"{name}, context {context}"] = error
-                except Exception as problem:
-                    missing[name] = f"failed: {problem!r}"[:300]
-                    print(f"{name} {missing[name]}", flush=True)
         if args.tune and "triton" in good and (R, context) in TUNED:
             tune(bench, checks, case, prefix if "fa3 + tail" in good else None, False)
         del case
@@ -590,6 +658,22 @@ def main() -> None:
                 tune(bench, checks, case, None, True)
             del case
             torch.cuda.empty_cache()
+        save()
+    # Last, imports too: what breaks the process or the device's context takes nothing with it.
+    found.update(others(chosen))
+    missing.update((name, arm) for name, arm in found.items() if isinstance(arm, str))
+    for name, line in missing.items():
+        print(f"{name}: {line}", flush=True)
+    for R, context in QUICK_CASES if found else ():
+        try:
+            case = Case(FULL, R, context)
+            case.store()
+            time_others(bench, checks, case, found, missing)
+            del case
+            torch.cuda.empty_cache()
+        except Exception as problem:
+            missing[f"others, R={R} context {context}"] = f"failed: {problem!r}"[:500]
+            print(f"others, R={R} context {context}: {problem!r}"[:500], flush=True)
         save()
     print_best(bench.results)
     print(f"written to {args.out} after {time.perf_counter() - started:.0f} s", flush=True)
@@ -603,12 +687,13 @@ def print_best(results: list[dict[str, Any]]) -> None:
     print("|---|---|---|---|---|---|---|---|")
     always = ("fa3 causal", "fa3 + tail", "triton", "triton float8")
     always += ("fa3 causal, scheduled", "fa3 + tail, scheduled")
+    foreign = tuple(name for _, arms in LIBRARIES.values() for name in arms)
     for where in dict.fromkeys((x["batch"], x["context"], x["fp8"]) for x in results):
         rows = [x for x in results if (x["batch"], x["context"], x["fp8"]) == where]
         rows = [x for x in rows if not x["variant"].startswith("tail alone")]
         rows.sort(key=lambda x: x["us"])
         for place, x in enumerate(rows):
-            if place < 5 or x["variant"] in always:
+            if place < 5 or x["variant"] in always or x["variant"].startswith(foreign):
                 print(
                     f"| {x['batch']} | {x['context']} | {x['fp8']} | {x['variant']} | {x['us']} "
                     f"| {x['of_fa3_causal']} | {x['tflops']} | {x['gb_per_s']} |"
