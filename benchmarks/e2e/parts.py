@@ -197,14 +197,15 @@ def turns(sizes: Sizes, cut: Cut) -> Part:
     """
     block = sizes.block
     tokens = block + 24
-    if 4 * block + tokens > sizes.context:
+    if 6 * block + tokens > sizes.context:
         raise PartError(
             f"turns: --context {sizes.context} is too short for answers over blocks of {block} "
-            f"tokens: pass at least {4 * block + tokens}"
+            f"tokens: pass at least {6 * block + tokens}"
         )
     number = min(3, sizes.batch)
+    # Beside a drafter vLLM computes the last block that it finds again: one is too few to be found.
     found = [
-        Request(cut(1, 2 * block - 8 - i)[0], tokens, label="first turn") for i in range(number)
+        Request(cut(1, 4 * block - 8 - i)[0], tokens, label="first turn") for i in range(number)
     ]
     return Part("turns", "answers longer than a block", [found], ordered=True)
 
@@ -255,7 +256,7 @@ def mixed(sizes: Sizes, cut: Cut) -> Part:
 
 def seeded(sizes: Sizes, cut: Cut) -> Part:
     """Seeded sampling, each way to sample in batches of its own, and all beside greedy ones."""
-    single = []
+    single: list[Request] = []
     for name, options in SAMPLINGS.items():
         for i in range(sizes.seeds):
             prompt = cut(1, 3 + (17 * i) % (2 * sizes.budget))[0]
