@@ -6,8 +6,10 @@
 RUN is the directory of a `benchmarks.testbed.train` run (its `work` has corpus and rollouts).
 Parts: `main` has all budgets, temperatures and prompt sets with the trained adapter; `arms` changes
 the tree builder one setting at a time; `variants` trains short runs on the same frozen states, one
-change each. Results are written after each part and variant; what does not fit into the time is
-left out and listed. Intervals are 95 %, prompts resampled; ratios are paired.
+change each, and long ones that differ in what keeps the adapter from learning its blocks by heart,
+all of the same seconds (`--variants ce,path,fresh` chooses by words of the names, in this order).
+Results are written after each part and variant; what does not fit into the time is left out and
+listed. Intervals are 95 %, prompts resampled; ratios are paired.
 """
 
 from __future__ import annotations
@@ -16,8 +18,10 @@ import argparse
 import dataclasses
 import json
 import platform
+import re
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -32,21 +36,30 @@ from vllm_weaver.adapter import load as load_adapter
 
 from . import arms, export, gdn, weaver
 from .arms import BUDGETS, Arm, Case
-from .config import SIZES, Size, Stage
+from .config import SIZES, Regular, Size, Stage
 from .drafter import Drafter
 from .evaluate import Walk, cross_entropy, prompts_of, ratio
 from .evaluate import _interval as interval
 from .pack import HUMAN_EVAL
-from .rollouts import windows
+from .rollouts import load, windows
 from .states import Rows, TextStates
 from .target import RUNTIME
 
 PARTS = ("main", "arms", "variants")
+# A short variant's seconds: what is expected of the first one.
+_SHORT_S = 15.0
+# Seconds that compiling a long variant's step is expected to take.
+_COMPILE_S = 30.0
+_PLAIN = Regular()
 _LEAST_PROMPT, _ROUND_TO = 32, 16
 _HUMAN_EVAL_TOKENS = 64
 
 VARIANTS = {
     "base": weaver.Variant(),
+    "loss ce": weaver.Variant(loss="ce"),
+    "weights flat": weaver.Variant(weigh="flat"),
+    "weights by path, B=63": weaver.Variant(weigh="path"),
+    "weights by length": weaver.Variant(weigh="length"),
     "v1": weaver.Variant(version="v1"),
     "2 layers": weaver.Variant(layers=2),
     "half the MLP": weaver.Variant(mlp=-2),
@@ -54,13 +67,45 @@ VARIANTS = {
     "loss tv": weaver.Variant(loss="tv"),
     "loss lk_mix": weaver.Variant(loss="lk_mix"),
     "loss lk_log": weaver.Variant(loss="lk_log"),
-    "loss ce": weaver.Variant(loss="ce"),
-    "weights flat": weaver.Variant(weigh="flat"),
-    "weights by path, B=63": weaver.Variant(weigh="path"),
     "weights by path, B=15": weaver.Variant(weigh="path", path_budget=15),
-    "weights by length": weaver.Variant(weigh="length"),
     "lk_mix, by path": weaver.Variant(loss="lk_mix", weigh="path"),
 }
+
+# Trained for as long as each other, many passes over the kept blocks.
+LONG = {
+    "kept blocks": Regular(),
+    "fresh rows, 8 uses": Regular(uses=8, sets=1),
+    "fresh anchors, 8 uses": Regular(uses=8),
+    "fresh rows, 8 uses, decay 0.1": Regular(uses=8, sets=1, muon_decay=0.1),
+    "fresh rows, 4 uses": Regular(uses=4, sets=1),
+    "kept, dropout 0.1": Regular(dropout=0.1),
+    "kept, dropout 0.3": Regular(dropout=0.3),
+    "kept, averaged weights": Regular(average=0.998),
+    "kept, decay 0.1": Regular(muon_decay=0.1),
+}
+
+
+def choose(words: str) -> list[str]:
+    """Names of `VARIANTS` and `LONG` that have one of the words, a word's names after those of
+    the words before it; all names if there are no words. What others are compared with comes
+    first of its kind. Raises ValueError for a word that no name has."""
+    names = [*VARIANTS, *LONG]
+    if not words:
+        return names
+    found: list[str] = []
+    for word in words.split(","):
+        having = [n for n in names if re.search(rf"\b{re.escape(word.strip())}\b", n)]
+        if not having:
+            raise ValueError(f"no variant is named {word!r}: the names are {'; '.join(names)}")
+        for name in having:
+            first = _base(name)
+            found += [n for n in dict.fromkeys((first, name)) if n not in found]
+    return found
+
+
+def _base(name: str) -> str:
+    """The variant that one is compared with."""
+    return next(iter(LONG if name in LONG else VARIANTS))
 
 
 # Rounds after the first, lines of a round, nodes of a line.
@@ -150,6 +195,8 @@ class Ablation:
             "left_out": [],
         }
         self.cases: dict[str, Case] = {}
+        # Whether steps compile, and the shares of dropout that one was compiled for.
+        self.compiles, self.compiled_for = True, set[float]()
 
     def _drafter(self, dtype: torch.dtype) -> Drafter:
         size = self.size
@@ -253,97 +300,155 @@ class Ablation:
             self.log(f"{name}: { {k: v['value'] for k, v in record[name]['arms'].items()} }")
             self.save()
 
-    def variants_part(self, steps: int, rows: int, share: float, seconds: float) -> None:
-        record = self.record["variants"] = {"steps": steps, "rows": rows, "found": {}}
+    def variants_part(
+        self, names: Sequence[str], steps: int, rows: int, share: float, long_seconds: float
+    ) -> None:
+        record = self.record["variants"] = {
+            "steps": steps,
+            "rows": rows,
+            "long_rows": self.size.train_adapter.rows,
+            "long_seconds": long_seconds,
+            "found": {},
+        }
         if self.late("variants", 60):
             return
-        blocks = self._blocks(share)
-        record["blocks"] = len(blocks.anchors)
+        draft = self._draft(share)
+        record["blocks"] = draft.drafted
         base: dict[str, dict[str, Walk]] = {}
-        longest = seconds
-        for name, variant in VARIANTS.items():
-            if self.late(f"variant {name}", 1.5 * longest):
+        # Seconds of the longest so far: of the short ones, and of the long ones beside training.
+        longest, beside = _SHORT_S, 15.0
+        for name in names:
+            needed = 1.5 * longest
+            regular = LONG.get(name, _PLAIN)
+            if name in LONG:
+                needed = long_seconds + beside + self._compile_seconds(regular)
+            if self.late(f"variant {name}", needed):
                 continue
-            began = time.time()
+            variant = VARIANTS.get(name, weaver.BASE)
             if variant.mlp is not None and variant.mlp < 0:
                 mlp = self.size.adapter.mlp // -variant.mlp
                 variant = dataclasses.replace(variant, mlp=mlp)
-            stage = dataclasses.replace(self.size.train_adapter, steps=steps, rows=rows)
-            adapter, trained = self._train(variant, stage, blocks, name, seconds)
+            if name in LONG:
+                self._compile(regular)
+            began = time.time()
+            if name in LONG:
+                # As the size's own training.
+                stage, before = self.size.train_adapter, RUNTIME.compiled
+                RUNTIME.compiled = self.device == "cuda" and self.compiles
+                try:
+                    adapter, trained = self._train(
+                        variant, stage, draft, name, long_seconds, regular
+                    )
+                finally:
+                    RUNTIME.compiled = before
+            else:
+                stage = dataclasses.replace(self.size.train_adapter, steps=steps, rows=rows)
+                most = None if self.device == "cpu" else 3 * _SHORT_S
+                adapter, trained = self._train(variant, stage, draft, name, most)
             found: dict[str, Any] = {
                 "variant": dataclasses.asdict(variant),
+                "regular": trained["regular"],
+                "compared_with": _base(name),
                 "parameters": trained["parameters"],
                 "steps": trained["steps"],
                 "seconds": trained["seconds"],
+                "drafted": trained["drafted"],
+                "training_overlap": trained["history"][-1]["overlap"],
             }
             for key, case in self.cases.items():
                 walks = self.measure(case, variant_arms(int(key[-1])), adapter)
-                base.setdefault(key, walks)
+                with_base = base.setdefault(f"{_base(name)}, {key}", walks)
                 found[key] = {
                     "arms": figures(walks),
-                    "ratios_to_base": {k: ratio(w, base[key][k]) for k, w in walks.items()},
+                    "ratios_to_base": {k: ratio(w, with_base[k]) for k, w in walks.items()},
                     **dict(arms.overlaps(case, self.target, adapter)),
                 }
             record["found"][name] = found
             values = {k: found[k]["arms"]["weaver B=63"]["value"] for k in self.cases}
             self.log(f"variant {name}: {values}")
             self.save()
-            longest = max(longest, time.time() - began)
+            spent = time.time() - began
+            if name in LONG:
+                beside = max(beside, spent - trained["seconds"])
+            else:
+                longest = max(longest, spent)
 
     def _train(
         self,
         variant: weaver.Variant,
         stage: Stage,
-        blocks: weaver.Blocks,
+        draft: weaver.Draft,
         name: str,
-        seconds: float,
+        seconds: float | None,
+        regular: Regular = _PLAIN,
     ) -> tuple[WeaverAdapter, dict[str, Any]]:
         torch.manual_seed(self.seed + 4)
         adapter, trained = weaver.train_adapter(
             self.size,
             self.target,
-            blocks,
+            draft,
             self.device,
-            seconds=None if self.device == "cpu" else 3 * seconds,
+            seconds=seconds,
             log=self.log,
             variant=variant,
             stage=stage,
+            regular=regular,
             name=name,
         )
         return adapter.eval().requires_grad_(False), trained
 
+    def _compile_seconds(self, regular: Regular) -> float:
+        """Seconds that `_compile` may take."""
+        needed = self.device == "cuda" and self.compiles
+        return _COMPILE_S if needed and regular.dropout not in self.compiled_for else 0.0
+
+    def _compile(self, regular: Regular) -> None:
+        """Compile the size's own step on a GPU, so that no training is timed with it."""
+        if not self._compile_seconds(regular):
+            return
+        RUNTIME.compiled = True
+        try:
+            size = dataclasses.replace(self.size, regular=regular)
+            weaver.try_step(size, self.target, self.device, torch.bfloat16)
+            self.compiled_for.add(regular.dropout)
+        except Exception:  # whatever a compiler raises, the plain step still trains, slowly
+            traceback.print_exc()
+            self.compiles = False
+        finally:
+            RUNTIME.compiled = False
+
     @torch.no_grad()
-    def _blocks(self, share: float) -> weaver.Blocks:
+    def _draft(self, share: float) -> weaver.Draft:
         """The frozen states of a share of the run's rows, in the training's own precision."""
         size = self.size
         stream = torch.from_numpy(np.load(self.work / "train.npy").astype(np.int32))
         stream = stream.to(self.device)
         torch.manual_seed(self.seed + 2)
-        groups = []
+        found: tuple[list[Rows], list[Rows]] = ([], [])
         for i, group in enumerate(size.groups):
             count = max(1, round(group.text_rows * share)) if group.text_rows else 0
-            ids = windows(stream, count, group.length).int()
-            start = torch.full((count,), size.drafter.block, device=self.device)
+            own = None
             if group.rows:
-                with np.load(self.work / f"rollouts{i}.npz") as own:
-                    given, begin = (
-                        torch.from_numpy(own[k].astype(np.int32)) for k in ("ids", "start")
-                    )
-                # Rows of one prefix stand together, so a share is taken evenly.
-                pick = torch.arange(0, len(given), max(1, round(1 / share)))
-                ids = torch.cat([given[pick].to(self.device), ids])
-                start = torch.cat([begin[pick].to(self.device), start])
-            groups.append(Rows(ids, start))
+                own = load(self.work / f"rollouts{i}.npz", group, share, self.device)
+            for which, sets in enumerate((1, size.regular.sets)):
+                ids = windows(stream, sets * count, group.length).int()
+                start = torch.full((len(ids),), size.drafter.block, device=self.device).int()
+                if own is not None:
+                    ids = torch.cat([own[which].ids, ids])
+                    start = torch.cat([own[which].start, start])
+                found[which].append(Rows(ids, start))
+        groups, further = found
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         before, RUNTIME.dtype = RUNTIME.dtype, dtype
         try:
             layers, block = size.drafter.target_layers, size.drafter.block
             states = TextStates(self.target, groups, layers, block, dtype)
-            blocks = weaver.draft_blocks(size, self.target, self._drafter(dtype), states)
+            drafter = self._drafter(dtype)
+            draft = weaver.Draft(size, self.target, drafter, states, further=further)
         finally:
             RUNTIME.dtype = before
-        self.log(f"states of {len(states.ids)} tokens and {len(blocks.anchors)} blocks")
-        return blocks
+        self.log(f"states of {len(states.ids)} tokens and {draft.drafted} blocks")
+        return draft
 
 
 def by_length(prompts: Sequence[list[int]], most: int) -> list[list[list[int]]]:
@@ -374,11 +479,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=800, help="of a variant's training")
     parser.add_argument("--rows", type=int, default=1024, help="blocks in a step of it")
     parser.add_argument("--share", type=float, default=0.5, help="of the run's rows, for variants")
+    parser.add_argument(
+        "--variants", default="", help="words of their names, e.g. ce,flat,path,fresh; in order"
+    )
+    parser.add_argument(
+        "--long", type=float, default=40.0, help="seconds of training of a long variant"
+    )
     given = parser.parse_args()
+    try:
+        variants = choose(given.variants)
+    except ValueError as error:
+        parser.error(str(error))
+    parts = given.parts.split(",")
     if torch.cuda.is_available():
         torch.set_float32_matmul_precision("highest")
     ablation = Ablation(given)
-    parts = given.parts.split(",")
     ablation.make_cases(("held-out", "HumanEval") if "main" in parts else ("held-out",))
     for name in PARTS:
         if name not in parts:
@@ -389,7 +504,7 @@ def main() -> None:
             ablation.arms_part()
         else:
             ablation.cases = {k: c for k, c in ablation.cases.items() if k.startswith("held-out")}
-            ablation.variants_part(given.steps, given.rows, given.share, seconds=15.0)
+            ablation.variants_part(variants, given.steps, given.rows, given.share, given.long)
     ablation.save()
     ablation.log(f"wrote {ablation.out}")
 

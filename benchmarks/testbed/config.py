@@ -78,6 +78,25 @@ class Stage:
 
 
 @dataclasses.dataclass(frozen=True)
+class Regular:
+    """What keeps an adapter from learning its blocks by heart.
+
+    `uses`: how often a block is drawn, on the average, before another takes its place; 0 keeps all
+    blocks for the whole training. `sets`: how many further sets of rows, each as large as the
+    drafter's own, are written for it; rows of these take the places of others in turn. With 0 they
+    are other anchors of the same rows. `dropout`: of the states that the adapter reads. `average`:
+    decay, a step, of averaged weights, which then are the result; 0 takes the last ones.
+    `muon_decay`: of the matrices, in units of the learning rate.
+    """
+
+    uses: float = 0.0
+    sets: int = 0
+    dropout: float = 0.0
+    average: float = 0.0
+    muon_decay: float = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
 class Group:
     """Rows of one length that drafter and adapter are trained on."""
 
@@ -106,6 +125,7 @@ class Size:
     max_train_tokens: int  # for the target
     max_prompt_tokens: int  # where only drafter and adapter are trained
     max_files: int | None = None  # first files of the standard library only
+    regular: Regular = Regular()  # of the adapter's training
 
 
 _NANO_TARGET = TargetShape(
@@ -175,6 +195,7 @@ BENCH = Size(
     eval_tokens=128,
     max_train_tokens=120_000_000,
     max_prompt_tokens=30_000_000,
+    regular=Regular(uses=8.0, sets=1),
 )
 
 TOY = Size(
@@ -197,6 +218,7 @@ TOY = Size(
     max_train_tokens=1_000_000,
     max_prompt_tokens=100_000,
     max_files=80,
+    regular=Regular(uses=4.0, sets=1),
 )
 
 SIZES = {size.name: size for size in (NANO, BENCH, TOY)}

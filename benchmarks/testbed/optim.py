@@ -44,8 +44,9 @@ class Optimiser:
         stage: Stage,
         adam: tuple[str, ...] = (),
         adam_decay: float = 0.0,
+        muon_decay: float = _MUON_DECAY,
     ) -> None:
-        self.stage = stage
+        self.stage, self._muon_decay = stage, muon_decay
         groups: dict[tuple[int, ...], list[nn.Parameter]] = {}
         rest = []
         for name, parameter in named:
@@ -85,7 +86,7 @@ class Optimiser:
             momentum.lerp_(gradient, 1 - _MOMENTUM)
             update = _orthogonalise(gradient.lerp(momentum, _MOMENTUM))
             rows, columns = masters.shape[1:]
-            masters.mul_(1 - _MUON_DECAY * rate)
+            masters.mul_(1 - self._muon_decay * rate)
             masters.add_(update, alpha=-rate * max(1.0, rows / columns) ** 0.5)
             torch._foreach_copy_([*parameters], [*masters.unbind()])
         for parameter in [*self._rest, *(p for ps in self._groups for p in ps)]:
@@ -107,15 +108,19 @@ def train(
     *,
     seconds: float | None = None,
     log: Callable[[str], None] = print,
+    after_step: Callable[[], None] | None = None,
+    measure: Callable[[], dict[str, Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Run a stage; `loss_of(progress)` gives the loss and what to log beside it.
 
     With `seconds` given, a stage that would run past it is shortened once, after its first
-    twentieth, and the record says so. Raises FloatingPointError on a loss that is not finite.
+    twentieth, and the record says so. `measure` is asked about 20 times, the last time at the end;
+    its answers are the record's `held_out`. Raises FloatingPointError on a loss that is not finite.
     """
     start = time.time()
     steps, step, history, shown = stage.steps, 0, [], start
     measure_at = max(12, stage.steps // 20)
+    held_out: list[dict[str, Any]] = []
     began = start
     while step < steps:
         progress = step / steps
@@ -123,6 +128,8 @@ def train(
         loss.backward()
         optimiser.step(schedule(stage, progress))
         step += 1
+        if after_step is not None:
+            after_step()
         if step == 10:
             float(
                 loss.detach()
@@ -142,12 +149,17 @@ def train(
             if time.time() - shown > 8 or step in (1, steps):
                 shown = time.time()
                 log(f"{name}: {1e3 * (shown - start) / step:.0f} ms/step {record}")
-    return {
+        if measure is not None and (step % measure_at == 0 or step == steps):
+            held_out.append({"step": step, **{k: _rounded(v) for k, v in measure().items()}})
+            if step == steps:
+                log(f"{name}: held out {held_out[-1]}")
+    result = {
         "steps": step,
         "planned_steps": stage.steps,
         "seconds": round(time.time() - start, 1),
         "history": history,
     }
+    return result | ({"held_out": held_out} if measure is not None else {})
 
 
 def _rounded(value: Tensor) -> Any:

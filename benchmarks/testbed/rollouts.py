@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import export
 from .config import SIZES, Group
+from .states import Rows
 from .target import RUNTIME, Target
 
 _BATCH = 6144
@@ -31,17 +32,45 @@ def windows(stream: Tensor, rows: int, length: int) -> Tensor:
     return stream[starts[:, None] + torch.arange(length, device=stream.device)].long()
 
 
-def generate(target: Target, stream: Tensor, group: Group) -> tuple[Tensor, Tensor]:
-    """(ids [rows, length], start [rows]) of the target's own text."""
-    each = group.rows // len(group.prefixes)
-    batch = min(_BATCH, each)
+def batch_of(group: Group, sets: int) -> tuple[int, int]:
+    """Rows that are written at once, and how often, for each prefix of `1 + sets` sets of rows."""
+    each = (1 + sets) * (group.rows // len(group.prefixes))
+    times = -(-each // _BATCH)
+    return each // times, times
+
+
+def generate(target: Target, stream: Tensor, group: Group, sets: int = 0) -> tuple[Tensor, Tensor]:
+    """(ids [rows, length], start [rows]) of the target's own text, in `1 + sets` sets of the
+    group's rows; rows of one prefix stand together."""
+    batch, times = batch_of(group, sets)
     sampled = torch.arange(batch, device=stream.device) % 2 == 1
     ids, start = [], []
     for prefix in group.prefixes:
-        for _ in range(each // batch):
+        for _ in range(times):
             ids.append(target.generate(windows(stream, batch, prefix), group.length, sampled).int())
             start += [prefix] * batch
     return torch.cat(ids), torch.tensor(start, device=stream.device)
+
+
+def load(file: Path, group: Group, share: float, device: torch.device | str) -> tuple[Rows, Rows]:
+    """A share of the group's rows from a file of `generate`, and as large a share of the further
+    sets' rows, which may be none."""
+    with np.load(file) as own:
+        ids, start = (
+            torch.from_numpy(own[k].astype(np.int32)).to(device) for k in ("ids", "start")
+        )
+    count = len(group.prefixes)
+    ids, start = ids.view(count, -1, ids.shape[1]), start.view(count, -1)
+    first = group.rows // count
+    step = max(1, round(1 / share))
+
+    def rows(part: slice) -> Rows:
+        # In pairs, since every other row is sampled.
+        pick = torch.arange(ids.shape[1], device=ids.device)[part]
+        pick = pick[pick // 2 % step == 0]
+        return Rows(ids[:, pick].flatten(0, 1), start[:, pick].flatten())
+
+    return rows(slice(first)), rows(slice(first, None))
 
 
 def wait_for(file: Path, seconds: float) -> None:
@@ -69,7 +98,7 @@ def main() -> None:
         torch._dynamo.config.suppress_errors = True
     target = export.load_target(arguments.target, size.target, device)
     if device == "cuda":
-        batch = min(_BATCH, size.groups[0].rows // len(size.groups[0].prefixes))
+        batch, _ = batch_of(size.groups[0], size.regular.sets)
         prefix = torch.randint(2, size.target.vocab, (batch, 16), device=device)
         target.generate(prefix, 20, torch.arange(batch, device=device) % 2 == 1)
         torch.cuda.synchronize()
@@ -80,7 +109,7 @@ def main() -> None:
     for i, group in enumerate(size.groups):
         if not group.rows:
             continue
-        ids, start = generate(target, stream, group)
+        ids, start = generate(target, stream, group, size.regular.sets)
         np.savez(
             arguments.work / f"rollouts{i}.npz",
             ids=ids.cpu().numpy().astype(np.uint16),

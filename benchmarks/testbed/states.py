@@ -43,7 +43,7 @@ class TextStates:
         block: int,
         dtype: torch.dtype,
     ) -> None:
-        self.groups, self.block = list(groups), block
+        self.groups, self.block, self.layers = list(groups), block, layers
         self.device = groups[0].ids.device
         sizes = [group.ids.numel() for group in groups]
         self.offsets = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -80,6 +80,20 @@ class TextStates:
         begin = self.offsets[group] + first * ids.shape[1]
         auxiliary = self.auxiliary[begin : begin + ids.numel()].to(self.device)
         return ids.long(), start, auxiliary.view(*ids.shape, -1), begin
+
+    @torch.no_grad()
+    def refill(self, target: Target, group: int, first: int, rows: Rows) -> None:
+        """Put other rows in the place of some of a group, with the target's outputs over them."""
+        chosen, count = self.groups[group], len(rows.ids)
+        chosen.ids[first : first + count] = rows.ids
+        chosen.start[first : first + count] = rows.start
+        begin = self.offsets[group] + first * rows.ids.shape[1]
+        where = slice(begin, begin + rows.ids.numel())
+        _, auxiliary, last = target(rows.ids.long(), self.layers)
+        assert auxiliary is not None
+        self.ids[where] = rows.ids.flatten()
+        self.auxiliary[where] = auxiliary.flatten(0, 1).to(self.auxiliary)
+        self.last[where] = last.flatten(0, 1).to(self.last)
 
     def pack(self, picks: Sequence[Tensor]) -> dict[str, Tensor]:
         """The rows `picks[g]` of each group g side by side as one packed sequence, in the form that

@@ -41,7 +41,7 @@ from . import export, gdn, weaver
 from .config import SIZES, SPECIAL_TOKENS, Size
 from .evaluate import cross_entropy, evaluate, prompts_of
 from .optim import Optimiser, train
-from .rollouts import windows
+from .rollouts import load, windows
 from .states import Rows, TextStates
 from .target import RUNTIME, Target, linear, piece
 
@@ -177,23 +177,30 @@ def start_rollouts(run: Run, target: Path) -> subprocess.Popen[bytes]:
     )
 
 
-def load_rollouts(run: Run, process: subprocess.Popen[bytes], stream: Tensor) -> list[Rows]:
-    """The target's own text of each group, with the group's rows of source text after it."""
+def load_rollouts(
+    run: Run, process: subprocess.Popen[bytes], stream: Tensor
+) -> tuple[list[Rows], list[Rows]]:
+    """The target's own text of each group, with the group's rows of source text after it; and the
+    rows of the further sets."""
     if process.wait():
         raise RuntimeError("the rollouts process failed; its message is above")
     torch.manual_seed(run.seed + 2)
-    groups = []
+    found: tuple[list[Rows], list[Rows]] = ([], [])
     for i, group in enumerate(run.size.groups):
-        text = windows(stream, group.text_rows, group.length).int()
-        rows = Rows(text, torch.full((len(text),), run.size.drafter.block, device=run.device))
+        own = None
         if group.rows:
-            with np.load(run.work / f"rollouts{i}.npz") as own:
-                ids, start = (own[k].astype(np.int32) for k in ("ids", "start"))
-            rows.ids = torch.cat([torch.from_numpy(ids).to(run.device), rows.ids])
-            rows.start = torch.cat([torch.from_numpy(start).to(run.device), rows.start])
-        groups.append(rows)
-        run.log(f"rows: {tuple(rows.ids.shape)}, of them source text: {len(text)}")
-    return groups
+            own = load(run.work / f"rollouts{i}.npz", group, 1.0, run.device)
+        for which, sets in enumerate((1, run.size.regular.sets)):
+            text = windows(stream, sets * group.text_rows, group.length).int()
+            start = torch.full((len(text),), run.size.drafter.block, device=run.device)
+            rows = Rows(text, start.int())
+            if own is not None:
+                rows.ids = torch.cat([own[which].ids, rows.ids])
+                rows.start = torch.cat([own[which].start, rows.start])
+            found[which].append(rows)
+        shapes = [tuple(rows[-1].ids.shape) for rows in found]
+        run.log(f"rows: {shapes[0]}, of them source text: {group.text_rows}; further: {shapes[1]}")
+    return found
 
 
 def load_prompts(run: Run, tokenizer_file: Path) -> list[Tensor]:
@@ -342,12 +349,16 @@ def adapter_record(run: Run, steps: int) -> dict[str, Any]:
 
 
 def train_drafts(
-    run: Run, target: Target, directory: Path, process: subprocess.Popen[bytes], stream: Tensor
+    run: Run,
+    target: Target,
+    directory: Path,
+    process: subprocess.Popen[bytes],
+    data: dict[str, Tensor],
 ) -> None:
     """Drafter, then adapter, on one store of the target's states."""
     size, device = run.size, run.device
     shape = size.drafter
-    groups = load_rollouts(run, process, stream)
+    groups, further = load_rollouts(run, process, data["train"])
     states = TextStates(target, groups, shape.target_layers, shape.block, run.dtype)
     run.log(f"target's states of {len(states.ids)} tokens, on {states.place}")
     if "drafter" in run.stages:
@@ -370,11 +381,21 @@ def train_drafts(
         drafter = drafting.Drafter.load(
             run.model_directory("drafter"), shape, size.target, device, run.dtype
         )
-        blocks = weaver.draft_blocks(size, target, drafter, states)
-        run.log(f"drafter's states of {len(blocks.anchors)} blocks")
+        draft = weaver.Draft(size, target, drafter, states, further=further)
+        run.log(f"drafter's states of {draft.drafted} blocks")
+        if not size.regular.uses:
+            draft.finish()
+        held_out = weaver.held_out_blocks(size, target, drafter, data["heldout"], run.dtype)
+        run.log("blocks of held-out text")
         with compiled(run.compile_adapter):
             adapter, record = weaver.train_adapter(
-                size, target, blocks, device, seconds=run.seconds_of("adapter"), log=run.log
+                size,
+                target,
+                draft,
+                device,
+                seconds=run.seconds_of("adapter"),
+                log=run.log,
+                held_out=held_out,
             )
         metadata = adapter_record(run, record["steps"])
         save_adapter(adapter, run.out / "adapter", dtype=torch.bfloat16, metadata=metadata)
@@ -474,7 +495,7 @@ def main() -> None:
             if "target" not in run.stages:
                 data = load_data(run, data_process)
             if own_text is not None:
-                train_drafts(run, target, directory, own_text, data["train"])
+                train_drafts(run, target, directory, own_text, data)
             if "evaluate" in run.stages:
                 evaluate_models(run, target, directory, data["heldout"])
     run.save_record()

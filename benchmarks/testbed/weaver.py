@@ -3,28 +3,32 @@
 
 Teacher-forced along rows that the target mostly wrote itself. Loss: lambda * KL + (1 - lambda) *
 TV over the drafter's pool, lambda falling from 1 to 1/2 (spec section 7); target mass outside the
-pool counts as lost. The drafter's states are computed once for all blocks. Knows nothing of trees.
+pool counts as lost. The drafter's states of a store of blocks are computed before the training, and
+those of fresh blocks in their places while it runs (`Draft`). Knows nothing of trees.
 
 Shapes: R blocks of a step, N blocks in all, D draft depth, P pool, V vocabulary, d width.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_weaver.adapter import WeaverAdapter, WeaverConfig
 from vllm_weaver.train.losses import length_weights, path_weights
 
-from .config import Size, Stage
+from .config import Regular, Size, Stage
 from .drafter import Drafter
 from .optim import Optimiser, train
-from .states import TextStates
-from .target import Target, piece
+from .rollouts import windows
+from .states import Rows, TextStates
+from .target import RUNTIME, Target, piece
 
 # Deeper nodes are reached less often; slower than DFlash's own decay, since the adapter's trees
 # reach deeper than chains do.
@@ -32,6 +36,8 @@ _DEPTH_DECAY = 10.0
 _LAST_KL_SHARE = 0.5
 _BLOCKS_AT_ONCE = 4096
 _HALVINGS = 16
+# Of a held-out row, so that blocks of it are no nearer to each other than in the training.
+_HELD_OUT_BLOCKS = 32
 # Takes a candidate out of a softmax without the NaN that 0 * -inf would be.
 _OUTSIDE = -1e4
 
@@ -88,9 +94,10 @@ def draw_anchors(start: Tensor, length: int, block: int, count: int) -> Tensor:
 def pool_floor(logits: Tensor, pool: int) -> Tensor:
     """[..., V] -> [...]: a logit that about `pool` of the V reach, and no fewer.
 
-    By halving: a top-k over the vocabulary would cost more than all the rest of a step.
+    By halving: a top-k over the vocabulary would cost more than all the rest of a step. Logits of
+    16 bits are compared as they are: a float32 copy would be read 16 times at twice the bytes.
     """
-    low, high = logits.amin(-1), logits.amax(-1)
+    low, high = logits.amin(-1).float(), logits.amax(-1).float()
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
         enough = (logits >= middle[..., None]).sum(-1) >= pool
@@ -119,32 +126,161 @@ class Blocks:
         return hidden[:, 0], self.h_draft[pick], self.floor[pick], tokens, hidden[:, 1:]
 
 
+@contextlib.contextmanager
+def _plain_target(dtype: torch.dtype) -> Iterator[None]:
+    """Within this context the target runs in `dtype`, and is not compiled for a few rows."""
+    before = RUNTIME.dtype, RUNTIME.compiled
+    RUNTIME.dtype, RUNTIME.compiled = dtype, False
+    try:
+        yield
+    finally:
+        RUNTIME.dtype, RUNTIME.compiled = before
+
+
+class Draft:
+    """The blocks of all rows of `states`, drafted at random anchors: `blocks[g]` of each row of
+    group g. They can be drafted anew in their places at other anchors, a part of the rows at once,
+    and of other rows: `further` has rows of each group's length, which take turns with those there.
+
+    Attributes:
+        blocks: what a training draws from.
+        drafted: how many blocks were drafted in all.
+    """
+
+    def __init__(
+        self,
+        size: Size,
+        target: Target,
+        drafter: Drafter,
+        states: TextStates,
+        blocks: Sequence[int] | None = None,
+        further: Sequence[Rows] = (),
+    ) -> None:
+        self._size, self._drafter, self._states = size, drafter, states
+        self._target, self._further = target, list(further)
+        self._next = [0] * len(self._further)
+        self._counts = list(blocks or (group.blocks for group in size.groups))
+        self._embedding = target.embedding.detach()
+        self._head = target.head.detach().to(states.last.dtype)
+        # (group, first row, rows, first block) of each part.
+        self._parts: list[tuple[int, int, int, int]] = []
+        total = 0
+        for i, (group, count) in enumerate(zip(states.groups, self._counts, strict=True)):
+            most = max(1, _BLOCKS_AT_ONCE // count)
+            for first in range(0, len(group.ids), most):
+                rows = min(most, len(group.ids) - first)
+                self._parts.append((i, first, rows, total))
+                total += rows * count
+        self._waiting: list[int] = []
+        self._owed, self._finished = 0.0, False
+        self.drafted = 0
+        depth, width, device = size.drafter.depth, size.target.width, states.device
+        h_draft = torch.empty(total, depth, width, dtype=states.last.dtype, device=device)
+        self.blocks = Blocks(
+            torch.empty(total, dtype=torch.long, device=device),
+            h_draft,
+            torch.empty(total, depth, device=device),
+            states.ids,
+            states.last,
+        )
+        for part in range(len(self._parts)):
+            self._draft(part)
+        self._normalise(slice(None))
+
+    @torch.no_grad()
+    def _normalise(self, where: slice) -> None:
+        """The final norm of the target's last outputs, in their places."""
+        for rows in self._states.last[where].split(_BLOCKS_AT_ONCE * self._size.drafter.block):
+            rows.copy_(self._target.final_norm(rows.to(self._states.device)))
+
+    @torch.no_grad()
+    def _exchange(self, part: int) -> bool:
+        """Let the next rows of `further` take the places of a part's; False if there are none."""
+        i, first, count, _ = self._parts[part]
+        if not self._further or len(self._further[i].ids) < count:
+            return False
+        further, there = self._further[i], self._states.groups[i]
+        size = len(further.ids)
+        pick = (self._next[i] + torch.arange(count, device=further.ids.device)) % size
+        self._next[i] = (self._next[i] + count) % size
+        rows = Rows(further.ids[pick], further.start[pick])
+        further.ids[pick] = there.ids[first : first + count].to(further.ids)
+        further.start[pick] = there.start[first : first + count].to(further.start)
+        with _plain_target(self._states.last.dtype):
+            self._states.refill(self._target, i, first, rows)
+        begin = self._states.offsets[i] + first * rows.ids.shape[1]
+        self._normalise(slice(begin, begin + rows.ids.numel()))
+        return True
+
+    @torch.no_grad()
+    def _draft(self, part: int) -> None:
+        i, first, rows, place = self._parts[part]
+        ids, start, auxiliary, begin = self._states.rows(i, first, rows)
+        block, count = self._size.drafter.block, self._counts[i]
+        local = draw_anchors(start, ids.shape[1], block, count)
+        offsets = begin + torch.arange(rows, device=ids.device) * ids.shape[1]
+        where = slice(place, place + local.numel())
+        blocks = self.blocks
+        blocks.anchors[where] = (offsets[:, None] + local).flatten()
+        h_draft = self._drafter(auxiliary, ids, local, self._embedding).flatten(0, 1)
+        blocks.h_draft[where] = h_draft
+        logits = blocks.h_draft[where] @ self._head.T
+        blocks.floor[where] = pool_floor(logits, self._size.adapter.pool)
+        self.drafted += local.numel()
+
+    def finish(self) -> Blocks:
+        """The blocks, which are not drafted anew any more: lets the target's layer outputs go."""
+        self._states.auxiliary = self._states.auxiliary.new_empty(0)
+        self._finished = True
+        return self.blocks
+
+    def renew(self, blocks: float, other_rows: bool = False) -> None:
+        """Draft about so many blocks anew, with `other_rows` of further rows if there are any.
+
+        What is less than a part, or more, is made up for by the next calls; each part's turn comes
+        once a round, in an order of its own.
+
+        Raises RuntimeError after `finish`.
+        """
+        if self._finished:
+            raise RuntimeError("blocks cannot be drafted anew: the target's outputs were let go")
+        self._owed += blocks
+        while True:
+            if not self._waiting:
+                self._waiting = torch.randperm(len(self._parts)).tolist()
+            i, _, rows, _ = self._parts[self._waiting[-1]]
+            if self._owed < rows * self._counts[i]:
+                return
+            self._owed -= rows * self._counts[i]
+            part = self._waiting.pop()
+            if other_rows:
+                self._exchange(part)
+            self._draft(part)
+
+
 @torch.no_grad()
-def draft_blocks(size: Size, target: Target, drafter: Drafter, states: TextStates) -> Blocks:
-    """Draft at random anchors of every row. Takes the layer outputs out of `states`."""
-    block, dtype = size.drafter.block, states.last.dtype
-    head = target.head.to(dtype)
-    total = sum(len(g.ids) * s.blocks for g, s in zip(states.groups, size.groups, strict=True))
-    device = states.device
-    anchors = torch.empty(total, dtype=torch.long, device=device)
-    h_draft = torch.empty(total, size.drafter.depth, size.target.width, dtype=dtype, device=device)
-    floor = torch.empty(total, size.drafter.depth, device=device)
-    done = 0
-    for i, (group, shape) in enumerate(zip(states.groups, size.groups, strict=True)):
-        rows = max(1, _BLOCKS_AT_ONCE // shape.blocks)
-        for first in range(0, len(group.ids), rows):
-            ids, start, auxiliary, begin = states.rows(i, first, rows)
-            local = draw_anchors(start, ids.shape[1], block, shape.blocks)
-            offsets = begin + torch.arange(len(ids), device=device) * ids.shape[1]
-            part = slice(done, done + local.numel())
-            anchors[part] = (offsets[:, None] + local).flatten()
-            h_draft[part] = drafter(auxiliary, ids, local, target.embedding).flatten(0, 1)
-            floor[part] = pool_floor((h_draft[part] @ head.T).float(), size.adapter.pool)
-            done = part.stop
-    states.auxiliary = states.auxiliary.new_empty(0)
-    for part_of_last in states.last.split(_BLOCKS_AT_ONCE * block):
-        part_of_last.copy_(target.final_norm(part_of_last.to(device)))
-    return Blocks(anchors, h_draft, floor, states.ids, states.last)
+def held_out_blocks(
+    size: Size,
+    target: Target,
+    drafter: Drafter,
+    stream: Tensor,
+    dtype: torch.dtype,
+) -> dict[str, Blocks]:
+    """Blocks of text that the target writes after windows of a stream that nothing was trained on:
+    greedily ("T=0") and at temperature 1 ("T=1")."""
+    found = {}
+    rows, block = max(1, size.eval_prompts // 2), size.drafter.block
+    length = size.eval_context + size.eval_tokens + block
+    for temperature in (0, 1):
+        sampled = torch.full((rows,), temperature == 1, device=stream.device)
+        prefix = windows(stream, rows, size.eval_context)
+        ids = target.generate(prefix, length, sampled).int()
+        start = torch.full((rows,), size.eval_context, device=stream.device)
+        layers = size.drafter.target_layers
+        states = TextStates(target, [Rows(ids, start)], layers, block, dtype)
+        count = min(_HELD_OUT_BLOCKS, size.eval_tokens)
+        found[f"T={temperature}"] = Draft(size, target, drafter, states, [count]).blocks
+    return found
 
 
 @piece
@@ -156,16 +292,21 @@ def adapter_loss(
     weight_D: Tensor,
     kl_share: Tensor,
     variant: Variant,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, Tensor]:
     """The loss, and the share of the target's mass that q covers at each depth [D].
 
     `inputs` as from `Blocks.take`; the products with `head` [V, d] are in its dtype. The pool is
-    dense here: the vocabulary, with what is outside masked.
+    dense here: the vocabulary, with what is outside masked. With `dropout`, parts of the states are
+    hidden from the adapter alone.
     """
     h_ver, h_draft, floor, tokens, states = inputs
     mixed = head.dtype != torch.float32
+    seen = (h_ver, h_draft)
+    if dropout:
+        seen = (F.dropout(h_ver, dropout), F.dropout(h_draft, dropout))
     with torch.autocast(h_ver.device.type, dtype=torch.bfloat16, enabled=mixed):
-        queries = adapter(h_ver, h_draft, tokens[:, :-1], embedding)
+        queries = adapter(*seen, tokens[:, :-1], embedding)
     drafted = (h_draft @ head.T).float()
     corrected = drafted + (queries.to(head.dtype) @ head.T).float()
     outside = drafted < floor[..., None]
@@ -197,21 +338,24 @@ def adapter_loss(
 
 
 def _step_of(
-    size: Size, target: Target, adapter: WeaverAdapter, blocks: Blocks, variant: Variant = BASE
-) -> Callable[[float], tuple[Tensor, dict[str, Tensor]]]:
-    device = blocks.anchors.device
-    dtype = blocks.h_draft.dtype
-    weight_D = torch.exp(-torch.arange(size.drafter.depth, device=device) / _DEPTH_DECAY)
-    head, embedding = target.head.detach().to(dtype), target.embedding.detach()
+    size: Size, target: Target, adapter: WeaverAdapter, variant: Variant = BASE
+) -> Callable[[Blocks, Tensor, float, float], tuple[Tensor, dict[str, Tensor]]]:
+    """The loss and overlap of chosen blocks, of (blocks, which [R], progress, dropout)."""
+    weight_D = torch.exp(-torch.arange(size.drafter.depth) / _DEPTH_DECAY)
+    embedding = target.embedding.detach()
+    weight_D = weight_D.to(embedding.device)
+    heads = {dtype: target.head.detach().to(dtype) for dtype in (torch.float32, torch.bfloat16)}
 
-    def loss_of(progress: float) -> tuple[Tensor, dict[str, Tensor]]:
-        pick = torch.randint(len(blocks.anchors), (size.train_adapter.rows,), device=device)
+    def loss_of(
+        blocks: Blocks, pick: Tensor, progress: float, dropout: float = 0.0
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         with torch.no_grad():
             inputs = blocks.take(pick)
         # A tensor, since a compiled step takes numbers for constants.
-        kl_share = torch.full((), max(_LAST_KL_SHARE, 1.0 - progress), device=device)
+        kl_share = torch.full((), max(_LAST_KL_SHARE, 1.0 - progress), device=pick.device)
+        head = heads[blocks.h_draft.dtype]
         loss, overlap_D = adapter_loss(
-            adapter, inputs, head, embedding, weight_D, kl_share, variant
+            adapter, inputs, head, embedding, weight_D, kl_share, variant, dropout
         )
         return loss, {"overlap": overlap_D}
 
@@ -229,33 +373,103 @@ def try_step(size: Size, target: Target, device: str, dtype: torch.dtype) -> Non
         torch.randint(2, size.target.vocab, (tokens,), device=device),
         torch.randn(tokens, width, device=device, dtype=dtype),
     )
-    step = _step_of(size, target, new_adapter(size, device), blocks)
+    adapter = new_adapter(size, device)
+    step = _step_of(size, target, adapter)
     for _ in range(2):
-        loss, _ = step(0.0)
+        pick = torch.randint(count, (size.train_adapter.rows,), device=device)
+        loss, _ = step(blocks, pick, 0.0, size.regular.dropout)
         loss.backward()
     float(loss.detach())
+
+
+class _Average:
+    """The running average of an adapter's weights, which follows them closely at first."""
+
+    def __init__(self, adapter: WeaverAdapter, decay: float) -> None:
+        self._weights = [p.detach() for p in adapter.parameters()]
+        self._average = [w.clone() for w in self._weights]
+        self._decay, self._steps = decay, 0
+
+    @torch.no_grad()
+    def update(self) -> None:
+        self._steps += 1
+        decay = min(self._decay, self._steps / (self._steps + 10))
+        torch._foreach_lerp_(self._average, self._weights, 1 - decay)
+
+    @torch.no_grad()
+    def swap(self) -> None:
+        """Put the average into the adapter, and what was there in its place."""
+        for average, weight in zip(self._average, self._weights, strict=True):
+            kept = weight.clone()
+            weight.copy_(average)
+            average.copy_(kept)
 
 
 def train_adapter(
     size: Size,
     target: Target,
-    blocks: Blocks,
+    draft: Draft,
     device: str,
     *,
     seconds: float | None,
     log: Callable[[str], None],
     variant: Variant = BASE,
     stage: Stage | None = None,
+    regular: Regular | None = None,
+    held_out: dict[str, Blocks] | None = None,
     name: str = "adapter",
 ) -> tuple[WeaverAdapter, dict[str, Any]]:
-    """Train an adapter; `stage` is the size's own if not given."""
+    """Train an adapter; `stage` and `regular` are the size's own if not given.
+
+    The record has the overlap with the target by depth, of the step's blocks (`history`) and of
+    `held_out` ones. Blocks of `draft` are drafted anew as `regular` says.
+    """
     adapter = new_adapter(size, device, variant)
-    stage = stage or size.train_adapter
-    optimiser = Optimiser(adapter.named_parameters(), stage, adam=("pos_emb",))
-    step = _step_of(
-        dataclasses.replace(size, train_adapter=stage), target, adapter, blocks, variant
+    stage, regular = stage or size.train_adapter, regular or size.regular
+    optimiser = Optimiser(
+        adapter.named_parameters(), stage, adam=("pos_emb",), muon_decay=regular.muon_decay
     )
-    record = train(name, stage, optimiser, step, seconds=seconds, log=log)
+    step = _step_of(size, target, adapter, variant)
+    average = _Average(adapter, regular.average) if regular.average else None
+    blocks, before = draft.blocks, draft.drafted
+
+    def loss_of(progress: float) -> tuple[Tensor, dict[str, Tensor]]:
+        pick = torch.randint(len(blocks.anchors), (stage.rows,), device=device)
+        return step(blocks, pick, progress, regular.dropout)
+
+    def after_step() -> None:
+        if average is not None:
+            average.update()
+        if regular.uses:
+            draft.renew(stage.rows / regular.uses, other_rows=regular.sets > 0)
+
+    def measure() -> dict[str, Tensor]:
+        # As large as a training step and with gradients, though none is used: a compiled step of
+        # another kind would be compiled anew.
+        found = {}
+        if average is not None:
+            average.swap()
+        for key, apart in (held_out or {}).items():
+            pick = torch.arange(stage.rows, device=device) * len(apart.anchors) // stage.rows
+            found[key] = step(apart, pick, 0.0)[1]["overlap"]
+        if average is not None:
+            average.swap()
+        return found
+
+    record = train(
+        name,
+        stage,
+        optimiser,
+        loss_of,
+        seconds=seconds,
+        log=log,
+        after_step=after_step,
+        measure=measure if held_out else None,
+    )
+    if average is not None:
+        average.swap()
     record["parameters"] = sum(p.numel() for p in adapter.parameters())
     record["blocks"] = len(blocks.anchors)
+    record["drafted"] = len(blocks.anchors) + draft.drafted - before
+    record["regular"] = dataclasses.asdict(regular)
     return adapter, record

@@ -14,8 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.testbed import ablate, arms, pack, weaver
-from benchmarks.testbed.config import TOY
+from benchmarks.testbed import ablate, arms, pack, rollouts, weaver
+from benchmarks.testbed.config import TOY, Regular
+from benchmarks.testbed.states import Rows, TextStates
 from benchmarks.testbed.target import RUNTIME, Target
 from vllm_weaver.train.losses import depth_weights, length_weights, path_weights, pool_losses
 
@@ -200,6 +201,224 @@ def test_target_that_is_its_own_drafter_accepts_everything_with_shared_noise(
     case = dataclasses.replace(cases[1], parts=parts)
     walks = arms.run(case, {"chain": arms.Arm("chain", shared=True)}, DEPTH, adapter, tables)
     assert walks["chain"][1].tolist() == [1, 1, 1]
+
+
+@pytest.fixture
+def draft(models: tuple[Target, Any, Any], monkeypatch: pytest.MonkeyPatch) -> weaver.Draft:
+    """Blocks of two groups in seven parts; a block's states say which token it is anchored at."""
+    target, _, _ = models
+    torch.manual_seed(4)
+    monkeypatch.setattr(weaver, "_BLOCKS_AT_ONCE", 8)
+    size = dataclasses.replace(TOY, groups=TOY.groups[:2])
+    rows = [
+        Rows(torch.randint(2, VOCAB, (n, group.length)), torch.tensor([16, 20] * n)[:n])
+        for n, group in zip((6, 7), size.groups, strict=True)
+    ]
+    layers, block = size.drafter.target_layers, size.drafter.block
+    states = TextStates(target, rows, layers, block, torch.float32)
+
+    def drafter(auxiliary: Tensor, ids: Tensor, anchors: Tensor, embedding: Tensor) -> Tensor:
+        known = torch.stack([ids.gather(1, anchors), anchors], -1).float()[:, :, None]
+        return torch.nn.functional.pad(known, (0, WIDTH - 2)).expand(-1, -1, DEPTH, -1)
+
+    return weaver.Draft(size, target, drafter, states)  # type: ignore[arg-type]
+
+
+def _anchors_are_right(draft: weaver.Draft) -> bool:
+    """Every block stands in its own row, with a block's room, and has the states of its anchor."""
+    done, begin = 0, 0
+    blocks = draft.blocks
+    for group, rows in zip(TOY.groups[:2], (6, 7), strict=True):
+        count = rows * group.blocks
+        row = begin + torch.arange(rows).repeat_interleave(group.blocks) * group.length
+        start = torch.tensor([16, 20] * rows)[:rows].repeat_interleave(group.blocks)
+        anchors = blocks.anchors[done : done + count]
+        local = anchors - row
+        assert (local >= start).all() and (local <= group.length - DEPTH - 1).all()
+        said = blocks.h_draft[done : done + count, :, :2]
+        assert torch.equal(said[..., 0], blocks.ids[anchors].float()[:, None].expand(-1, DEPTH))
+        assert torch.equal(said[..., 1], local.float()[:, None].expand(-1, DEPTH))
+        done, begin = done + count, begin + rows * group.length
+    return done == len(blocks.anchors)
+
+
+def test_blocks_are_drafted_anew_in_their_places(draft: weaver.Draft) -> None:
+    total = len(draft.blocks.anchors)
+    assert draft.drafted == total == 6 * 4 + 7 * 3 and _anchors_are_right(draft)
+    first = draft.blocks.anchors.clone()
+    for call in range(1, 28):
+        draft.renew(5 / 3)
+        # What is owed is less than the part that is next, which has 8 blocks at most.
+        assert 0 <= 5 / 3 * call - (draft.drafted - total) < 8 + 1e-6
+    assert draft.drafted == 2 * total
+    assert (draft.blocks.anchors != first).float().mean() > 0.5
+    assert _anchors_are_right(draft)
+
+
+def test_further_rows_take_turns_with_those_there(
+    draft: weaver.Draft, models: tuple[Target, Any, Any]
+) -> None:
+    target, _, _ = models
+    groups, blocks = draft._states.groups, draft.blocks
+    # 5 of group 0 do not divide into its parts of 2 rows; group 1 has none.
+    starts = [torch.full((5,), 20), torch.full((0,), 20)]
+    draft._further = [
+        Rows(torch.randint(2, VOCAB, (len(start), group.ids.shape[1])), start)
+        for group, start in zip(groups, starts, strict=True)
+    ]
+    draft._next = [0, 0]
+    before = [group.ids.clone() for group in groups]
+    further = draft._further[0].ids.clone()
+    draft.renew(len(blocks.anchors), other_rows=True)
+    assert torch.equal(groups[1].ids, before[1])
+    # No row is lost: all are still in one place or in the other.
+    everywhere = torch.cat([groups[0].ids, draft._further[0].ids]).tolist()
+    assert sorted(everywhere) == sorted(torch.cat([before[0], further]).tolist())
+    assert len({tuple(r) for r in groups[0].ids.tolist()} & {tuple(r) for r in further.tolist()})
+    assert not torch.equal(groups[0].ids, before[0])
+    done = begin = 0
+    for group, shape in zip(groups, TOY.groups[:2], strict=True):
+        end = begin + group.ids.numel()
+        assert torch.equal(blocks.ids[begin:end], group.ids.flatten().int())
+        hidden, auxiliary, _ = target(group.ids.long(), TOY.drafter.target_layers)
+        assert auxiliary is not None
+        torch.testing.assert_close(blocks.hidden[begin:end], hidden.flatten(0, 1))
+        kept = draft._states.auxiliary[begin:end]
+        torch.testing.assert_close(kept, auxiliary.flatten(0, 1))
+        anchors = blocks.anchors[done : done + len(group.ids) * shape.blocks]
+        row = torch.arange(len(group.ids)).repeat_interleave(shape.blocks)
+        local = anchors - begin - row * shape.length
+        assert (local >= group.start[row]).all() and (local < shape.length - DEPTH).all()
+        said = blocks.h_draft[done : done + len(anchors), 0, 0]
+        assert torch.equal(said, blocks.ids[anchors].float())
+        done, begin = done + len(anchors), end
+
+
+@pytest.mark.parametrize("sets", [0, 1, 2])
+def test_rows_of_a_file_are_the_drafters_and_those_of_further_sets(
+    tmp_path: Path, models: tuple[Target, Any, Any], monkeypatch: pytest.MonkeyPatch, sets: int
+) -> None:
+    """Each prefix and both temperatures have the same share everywhere."""
+    target, _, _ = models
+    group = dataclasses.replace(TOY.groups[0], rows=16, length=18, prefixes=(14, 16))
+    monkeypatch.setattr(rollouts, "_BATCH", 8)
+    stream = torch.randint(2, VOCAB, (200,))
+    ids, start = rollouts.generate(target, stream, group, sets)
+    assert len(ids) == 16 * (1 + sets)
+    # The first token says here whether its row was sampled.
+    ids[:, 0] = torch.arange(len(ids)) % 2
+    np.savez(tmp_path / "rows.npz", ids=ids.numpy(), start=start.numpy())
+    for share in (1.0, 0.5):
+        own, further = rollouts.load(tmp_path / "rows.npz", group, share, "cpu")
+        for rows, count in ((own, 16 * share), (further, 16 * sets * share)):
+            assert len(rows.ids) == len(rows.start) == count
+            for prefix in group.prefixes:
+                sampled = rows.ids[rows.start == prefix, 0].float()
+                assert len(sampled) == count / 2 and sampled.sum() == count / 4
+    together = torch.cat([r.ids for r in rollouts.load(tmp_path / "rows.npz", group, 1.0, "cpu")])
+    assert sorted(together.tolist()) == sorted(ids.tolist())
+
+
+def test_each_part_is_drafted_once_a_round(
+    draft: weaver.Draft, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    turns: list[int] = []
+    monkeypatch.setattr(draft, "_draft", turns.append)
+    draft.renew(3 * len(draft.blocks.anchors))
+    rounds = [turns[i : i + 7] for i in range(0, len(turns), 7)]
+    assert len(rounds) == 3 and all(sorted(r) == list(range(7)) for r in rounds)
+
+
+@pytest.mark.parametrize("regular", [Regular(), Regular(uses=2, dropout=0.2, average=0.9)])
+def test_record_of_a_training_shows_held_out_overlap_and_blocks_drafted(
+    models: tuple[Target, Any, Any], draft: weaver.Draft, regular: Regular
+) -> None:
+    target, drafter, _ = models
+    stream = torch.randint(2, VOCAB, (600,))
+    held_out = weaver.held_out_blocks(TOY, target, drafter, stream, torch.float32)
+    assert {k: len(b.anchors) for k, b in held_out.items()} == {"T=0": 32, "T=1": 32}
+    first = draft.blocks.anchors.clone()
+    stage = dataclasses.replace(TOY.train_adapter, steps=24, rows=15)
+    _, record = weaver.train_adapter(
+        TOY,
+        target,
+        draft,
+        "cpu",
+        seconds=None,
+        log=lambda text: None,
+        stage=stage,
+        regular=regular,
+        held_out=held_out,
+    )
+    assert [entry["step"] for entry in record["held_out"]] == [12, 24]
+    assert all(len(entry["T=1"]) == DEPTH for entry in record["held_out"])
+    assert 0 < record["held_out"][-1]["T=0"][0] < 1
+    assert record["blocks"] == len(first) and record["regular"] == dataclasses.asdict(regular)
+    wanted = len(first) + (24 * 15 / regular.uses if regular.uses else 0)
+    assert 0 <= wanted - record["drafted"] < 8
+    assert torch.equal(draft.blocks.anchors, first) == (regular.uses == 0)
+    assert _anchors_are_right(draft)
+    draft.finish()
+    with pytest.raises(RuntimeError, match="let go"):
+        draft.renew(len(first))
+
+
+def test_averaged_weights_follow_and_are_swapped_in() -> None:
+    adapter = weaver.new_adapter(TOY, "cpu")
+    average = weaver._Average(adapter, 0.5)
+    weight = adapter.token_in.weight
+    first = weight.detach().clone()
+    with torch.no_grad():
+        weight.add_(1.0)
+    average.update()  # the first decay is 1 / 11
+    average.swap()
+    torch.testing.assert_close(weight.detach(), first + 10 / 11)
+    average.swap()
+    torch.testing.assert_close(weight.detach(), first + 1)
+
+
+def test_dropout_hides_states_from_the_adapter_alone(draft: weaver.Draft) -> None:
+    """A new adapter's query is zero: whatever it sees, the drafter's own marginals are scored."""
+    torch.manual_seed(5)
+    target = Target(TOY.target).requires_grad_(False)
+    adapter = weaver.new_adapter(TOY, "cpu")
+    step = weaver._step_of(TOY, target, adapter)
+    pick = torch.arange(len(draft.blocks.anchors))
+    plain, hidden = (step(draft.blocks, pick, 0.0, share)[0] for share in (0.0, 0.5))
+    torch.testing.assert_close(plain, hidden)
+    torch.nn.init.normal_(adapter.lm_head_query_in.weight, std=0.05)
+    plain, hidden = (step(draft.blocks, pick, 0.0, share)[0] for share in (0.0, 0.5))
+    assert abs((plain - hidden).item()) > 1e-3
+
+
+def test_floor_of_a_pool_is_the_same_for_bfloat16_and_its_float32() -> None:
+    logits = torch.randn(40, 500).mul(4).bfloat16()
+    floor = weaver.pool_floor(logits, 30)
+    assert torch.equal(floor, weaver.pool_floor(logits.float(), 30))
+    reached = (logits.float() >= floor[:, None]).sum(-1)
+    assert (reached >= 30).all() and (reached <= 40).all()
+
+
+def test_variants_are_chosen_by_words_in_their_order() -> None:
+    names = ablate.choose("ce,path,flat,fresh,dropout")
+    assert names == [
+        "base",
+        "loss ce",
+        "weights by path, B=63",
+        "weights by path, B=15",
+        "lk_mix, by path",
+        "weights flat",
+        "kept blocks",
+        "fresh rows, 8 uses",
+        "fresh anchors, 8 uses",
+        "fresh rows, 8 uses, decay 0.1",
+        "fresh rows, 4 uses",
+        "kept, dropout 0.1",
+        "kept, dropout 0.3",
+    ]
+    assert ablate.choose("") == [*ablate.VARIANTS, *ablate.LONG]
+    with pytest.raises(ValueError, match="no variant is named 'speed'"):
+        ablate.choose("base,speed")
 
 
 def test_shapes_of_the_bench_size_are_exported_and_read_back(tmp_path: Path) -> None:

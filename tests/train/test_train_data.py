@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +180,21 @@ def test_plan_shows_each_row_once_an_epoch_whatever_the_number_of_processes() ->
     together = [unit for pair in zip(*shared, strict=True) for unit in pair]
     assert together == alone
     assert list(plan.batches(4, 0, 1)) == alone[16:]
+
+
+def test_rows_have_other_anchors_in_every_epoch() -> None:
+    """A run of several epochs repeats its rows, and not its blocks."""
+    plan = Plan.of(range(8), documents=2, units=2, epochs=3.0, steps=None, seed=0)
+    trained = torch.ones(400, dtype=torch.bool)
+    drawn: dict[int, list[list[int]]] = {}
+    for unit in plan.batches(0, 0, 1):
+        for row, seed in unit:
+            drawn.setdefault(row, []).append(draw_anchors(trained, 15, 16, seed).tolist())
+    for anchors in drawn.values():
+        assert len(anchors) == 3
+        # 16 of 384 places: two epochs share one anchor or so.
+        assert all(len(set(a) & set(b)) < 8 for a, b in itertools.pairwise(anchors))
+        assert len({tuple(a) for a in anchors}) == 3
 
 
 def test_anchors_leave_a_token_before_and_the_depth_after() -> None:
