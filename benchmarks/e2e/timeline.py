@@ -25,7 +25,7 @@ PATTERNS: tuple[tuple[str, str], ...] = (
     ("GDN", r"gdn|gated_delta|delta_rule|causal_conv1d|conv_tree|tree_conv|l2norm|fused_sigmoid"
             r"|chunk_fwd|chunk_local|solve_tril|recompute_w_u|tree_verify|conv1d"),
     ("attention", r"flash|attention|attn|paged|reshape_and_cache|scaled_dot|fmha|softmax_scale"
-                  r"|cache_kernel|kv_cache|concat_and_cache|merge_state"),
+                  r"|cache_kernel|kv_cache|concat_and_cache|merge_state|merge_splits"),
     ("weave", r"weave|weaver|adapter|expand_node|best_first|ddtree|frontier"),
     ("sampler", r"gumbel|sampl|topk|top_k|topp|argmax|softmax|multinomial|rejection|radix|sort"
                 r"|logsumexp|temperature|min_p|penalt|gatherTopK"),
