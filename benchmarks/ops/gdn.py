@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.machine import machine
+from benchmarks.ops.machine import Checks, machine
 from vllm_weaver.ops import ancestor_words, causal_conv1d_tree, conv_table, gdn_decode
 from vllm_weaver.ops import cuda as kernels
 from vllm_weaver.ops.conv import conv_commit_layers
@@ -238,21 +238,6 @@ def run_cuda(
         form=form,
         **buffers,
     )
-
-
-class Checks:
-    """Named checks; `ok` says whether all of them held so far."""
-
-    def __init__(self) -> None:
-        self.results: dict[str, Any] = {}
-        self.failed: list[str] = []
-
-    def note(self, name: str, value: Any, holds: bool) -> bool:
-        self.results[name] = value
-        if not holds:
-            self.failed.append(name)
-            print(f"CHECK FAILED {name}: {value}", flush=True)
-        return holds
 
 
 Variant = Tiling | cuda.Form
@@ -800,8 +785,6 @@ def main() -> None:
     check_layers_and_raw(checks)
     if vllm is not None:
         check_vllm(checks, vllm)
-    for name, value in checks.results.items():
-        print(f"check {name}: {value}", flush=True)
     print(f"checked after {time.perf_counter() - started:.0f} s", flush=True)
     for R in BATCHES if not checks.failed else ():
         pools, slots = pool_of(R, LAYERS)

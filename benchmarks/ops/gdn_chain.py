@@ -28,7 +28,6 @@ from benchmarks.ops.gdn import (
     LAYERS,
     Bench,
     Case,
-    Checks,
     K,
     V,
     bench_chain,
@@ -40,7 +39,7 @@ from benchmarks.ops.gdn import (
     run_verify,
     stash_for,
 )
-from benchmarks.ops.machine import machine
+from benchmarks.ops.machine import Checks, machine
 from vllm_weaver.ops.cuda import NotBuilt, load
 from vllm_weaver.ops.gdn.cuda import choose_form
 from vllm_weaver.ops.gdn.triton import GdnTritonStash
@@ -145,8 +144,6 @@ def main() -> None:
         raise SystemExit(kernel)
     checks, bench = Checks(), Bench()
     check(checks, kernel)
-    for name, value in checks.results.items():
-        print(f"check {name}: {value}", flush=True)
     if checks.failed:
         raise SystemExit(f"no times, since these checks failed: {', '.join(checks.failed)}")
     try:

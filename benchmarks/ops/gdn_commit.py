@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.ops import gdn as base
-from benchmarks.ops.gdn import HK, HV, LAYERS, Bench, Case, Checks, K, V, Warm
-from benchmarks.ops.machine import machine
+from benchmarks.ops.gdn import HK, HV, LAYERS, Bench, Case, K, V, Warm
+from benchmarks.ops.machine import Checks, machine
 from vllm_weaver.ops import cuda as kernels
 from vllm_weaver.ops.conv.triton import tree_conv
 from vllm_weaver.ops.gdn import GdnPending, gdn_decode
@@ -310,8 +310,6 @@ def main() -> None:
     checks, bench, summary = Checks(), Bench(), []
     exact = exact and check_exact(checks, COMMITS)
     rows = [T for T in DELAYED if late and check_delayed(checks, T)]
-    for name, value in checks.results.items():
-        print(f"check {name}: {value}", flush=True)
     print(f"checked after {time.perf_counter() - started:.0f} s", flush=True)
     for R in batches:
         pools, slots = base.pool_of(R, LAYERS)

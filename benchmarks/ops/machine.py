@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a benchmark of kernels ran with: the head of every report."""
+"""What a benchmark of kernels ran with, and whether its results are right: for every report."""
 
 from __future__ import annotations
 
@@ -31,6 +31,22 @@ def machine() -> dict[str, Any]:
             "cuda": torch.version.cuda,
         },
     }
+
+
+class Checks:
+    """Named checks; `failed` lists those that did not hold."""
+
+    def __init__(self) -> None:
+        self.results: dict[str, Any] = {}
+        self.failed: list[str] = []
+
+    def note(self, name: str, value: Any, holds: bool, optional: bool = False) -> bool:
+        """Keep and print a check's value; one that is `optional` may fail. Returns `holds`."""
+        self.results[name] = value
+        print(f"check {name}: {value}{'' if holds else '  FAILED'}", flush=True)
+        if not holds and not optional:
+            self.failed.append(name)
+        return holds
 
 
 def output_of(*command: str) -> str | None:

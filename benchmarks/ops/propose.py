@@ -23,8 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.gdn import Checks
-from benchmarks.ops.machine import machine, start_again_interpreted
+from benchmarks.ops.machine import Checks, machine, start_again_interpreted
 from benchmarks.ops.step import DEVICE, INTERPRET, Times, same, tensors
 from vllm_weaver.ops import (
     PathCounts,

@@ -29,8 +29,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.gdn import Checks, time_calls
-from benchmarks.ops.machine import machine, start_again_interpreted
+from benchmarks.ops.gdn import time_calls
+from benchmarks.ops.machine import Checks, machine, start_again_interpreted
 from vllm_weaver.ops import (
     StepTensors,
     StoredTrees,
@@ -323,8 +323,6 @@ def main() -> None:
     started = time.perf_counter()
     checks = Checks()
     run_checks(checks, args.quick)
-    for name, value in checks.results.items():
-        print(f"check {name}: {value}", flush=True)
     print(f"checked after {time.perf_counter() - started:.0f} s", flush=True)
     results: list[dict[str, Any]] = []
     if not INTERPRET and not checks.failed:

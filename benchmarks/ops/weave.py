@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.ops.machine import machine, start_again_interpreted
+from benchmarks.ops.machine import Checks, machine, start_again_interpreted
 from vllm_weaver.adapter import AdapterTables, WeaverAdapter, WeaverConfig
 from vllm_weaver.adapter.tiling import Tiling, choose_tiling, linear_scratch
 from vllm_weaver.adapter.triton import INTERPRETED, launch_linear
@@ -46,6 +46,7 @@ from vllm_weaver.tree import (
     spine_of,
 )
 from vllm_weaver.weave import TreeWeaver
+from vllm_weaver.weave.arguments import ByDepth
 from vllm_weaver.weave.weaver import can_overlap
 
 WORTH_LIMIT = 0.05
@@ -73,21 +74,6 @@ class Shape:
 FULL = Shape()
 SMALL = Shape(vocab=500, width=96, rank=64, heads=4, mlp=80, depth=6, pool=40)
 TOY = Shape(vocab=300, width=32, rank=16, heads=2, mlp=20, depth=4, pool=6)
-
-
-class Checks:
-    """Named checks; `failed` lists those that did not hold."""
-
-    def __init__(self) -> None:
-        self.results: dict[str, Any] = {}
-        self.failed: list[str] = []
-
-    def note(self, name: str, value: Any, holds: bool, optional: bool = False) -> bool:
-        self.results[name] = value
-        print(f"check {name}: {value}{'' if holds else '  FAILED'}", flush=True)
-        if not holds and not optional:
-            self.failed.append(name)
-        return holds
 
 
 class Step:
@@ -412,13 +398,14 @@ def bench_round(
     R, B = step.R, weaver.budget
     G = weaver.groups_for(B)[1]
     query, squares = weaver._run_nodes(R, G)
+    candidates = [ByDepth.of(x) for x in pools]
     nodes = torch.arange(R * G, device=step.device) % G
 
     def launch() -> None:
-        weaver._score_and_grow(R, 1, query, squares, *pools, (), nodes=B)
+        weaver._score_and_grow(R, 1, query, squares, *candidates, None, nodes=B)
 
     def prepare(live: bool, ticket: int) -> None:
-        node, depth, _ = weaver._own_entries(1)
+        node, depth, _ = weaver._own(1)
         node[: R * G] = nodes if live else nodes - G
         depth[: R * G] = nodes * 3 % step.shape.depth
         weaver._request_ticket.fill_(ticket)

@@ -27,7 +27,7 @@ def compile_kernel(
     kernel: Any,
     arch: int,
     constants: dict[str, Any],
-    type_of: Callable[[str], str],
+    type_of: Callable[[str], Any],
     aligned: Callable[[str], bool],
     **options: int,
 ) -> dict[str, Any]:
@@ -37,8 +37,10 @@ def compile_kernel(
         kernel: the Triton function.
         arch: compute capability times ten.
         constants: its constant arguments; all others are typed.
-        type_of: Triton's name of an argument's type, by the argument's name.
-        aligned: whether an argument, by its name, is a multiple of 16 in every launch.
+        type_of: Triton's name of an argument's type, by the argument's name; a named tuple of them
+            where the argument is one, or None where it is None.
+        aligned: whether an argument, by its name, is a multiple of 16 in every launch; of a tuple's
+            members the pointers are.
         options: of the compiler.
 
     Returns:
@@ -51,12 +53,25 @@ def compile_kernel(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, multiples = {}, {}
-    for index, name in enumerate(kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else type_of(name)
-        if name not in constants and aligned(name):
-            multiples[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=multiples)
+    values: dict[Any, Any] = dict(constants)
+    multiples = {}
+
+    def typed(kind: Any, path: tuple[int, ...], multiple: bool) -> Any:
+        if isinstance(kind, tuple):
+            members = enumerate(kind)
+            return type(kind)(*(typed(x, (*path, i), str(x).startswith("*")) for i, x in members))
+        if kind is None:
+            values[path] = None
+            return "constexpr"
+        if multiple:
+            multiples[path] = [["tt.divisibility", 16]]
+        return kind
+
+    signature = {
+        name: "constexpr" if name in constants else typed(type_of(name), (index,), aligned(name))
+        for index, name in enumerate(kernel.arg_names)
+    }
+    source = ASTSource(fn=kernel, signature=signature, constexprs=values, attrs=multiples)
     compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
     tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

@@ -15,32 +15,26 @@ from compiling import SHARED_LIMIT, compile_kernel, figures_of, print_figures
 V, E, R, D, P, C = 248_320, 5120, 2048, 15, 512, 8
 FLOAT = dict.fromkeys(
     (
-        *("x_ptr", "squares_ptr", "add_ptr", "out_squares_ptr", "part_ptr", "query_ptr", "q_ptr"),
-        *("query_squares_ptr", "scores_ptr", "score_ptr", "prefix_squares_ptr", "row_scores_ptr"),
-        *("top_ptr", "total_ptr", "best_ptr", "log_probs_ptr", "rope_ptr"),
-        *("own_score_ptr", "noise_ptr", "temperature_ptr", "top_p_ptr", "min_p_ptr"),
+        *("x_ptr", "squares_ptr", "add_ptr", "out_squares_ptr", "part_ptr", "q_ptr", "rope_ptr"),
+        *("scores_ptr", "prefix_squares_ptr"),
+        *("top_ptr", "total_ptr", "best_ptr", "log_probs_ptr"),
     ),
     "*fp32",
 )
 INTEGER = dict.fromkeys(
     (
-        *("add_index_ptr", "slot_ptr", "ticket_ptr", "path_ptr", "count_ptr", "node_ptr"),
-        *("frontier_tokens_ptr", "frontier_parents_ptr", "tokens_ptr", "parents_ptr"),
-        *("depths_ptr", "num_nodes_ptr", "depth_ptr", "position_ptr", "row_paths_ptr"),
-        *("roots_ptr", "list_ptr", "top_k_ptr", "spine_ptr", "own_node_ptr", "own_depth_ptr"),
+        *("add_index_ptr", "slot_ptr", "ticket_ptr", "path_ptr", "count_ptr"),
+        *("roots_ptr", "list_ptr", "spine_ptr"),
     ),
     "*i32",
 )
-LONG = dict.fromkeys(("keys_ptr", "ids_ptr", "ancestors_ptr"), "*i64")
 SCALARS = dict.fromkeys(("eps", "weight", "penalty"), "fp32")
-TYPES = {**FLOAT, **INTEGER, **LONG, **SCALARS}
-RANKED = {f"out_{name}": TYPES[name] for name in ("tokens_ptr", "parents_ptr", "depths_ptr")}
-RANKED |= {"out_num_nodes_ptr": "*i32", "out_ancestors_ptr": "*i64", **TYPES}
-Kernel = tuple[str, Any, dict[str, Any], dict[str, str], dict[str, int]]
+TYPES = {**FLOAT, **INTEGER, **SCALARS, "ids_ptr": "*i64"}
+Kernel = tuple[str, Any, dict[str, Any], dict[str, Any], dict[str, int]]
 
 
-def type_of(name: str, types: dict[str, str]) -> str:
-    return types.get(name) or ("*bf16" if name.endswith("_ptr") else "i32")
+def type_of(name: str, types: dict[str, Any]) -> Any:
+    return types.get(name, "*bf16" if name.endswith("_ptr") else "i32")
 
 
 def aligned(name: str) -> bool:
@@ -129,10 +123,26 @@ def weave_kernels(arch: int) -> Iterator[Kernel]:
     from vllm_weaver.adapter.tiling import choose_scores, choose_tiling
     from vllm_weaver.ops.noise.drawn import HALVINGS
     from vllm_weaver.tree import SpineShape, rank_triton
+    from vllm_weaver.tree.triton import Frontier, TreeRows
+    from vllm_weaver.weave import arguments as given
     from vllm_weaver.weave import spine_triton
     from vllm_weaver.weave import triton as weave
 
-    types = TYPES | {"logits_ptr": "*fp32"}
+    frontier = Frontier("*i64", "*i32", "*i32")
+    tree = TreeRows(*["*i32"] * 4, ancestors="*i64")
+    entries = given.Entries("*i32", "*i32", "*fp32")
+    strides = "i32", "i32"
+    floats = given.ByDepth("*fp32", *strides)
+    drawn = given.Noise(floats, "*fp32", "*i32", "*fp32", "*fp32")
+    tables = given.InputTables("*bf16", "*bf16", "*bf16")
+    inputs = given.StepInputs(*["*i32"] * 5, x="*fp32", scaled="*bf16", squares="*fp32")
+    growth = given.Growth(tree, frontier, "*fp32", "*i32", tables, entries, inputs, "i32")
+    types = TYPES | {
+        **dict(tree=tree, out=tree, own=entries, growth=growth),
+        "query": given.Query("*fp32", "*fp32", "*bf16", "*bf16", "fp32"),
+        **dict(ids=given.ByDepth("*i64", *strides), logits=floats, noise=None),
+        "h_draft": given.ByDepth("*bf16", *strides),
+    }
     shape = SpineShape.of(63)
     line, grown = shape.width * shape.line, shape.rows(D)
     # Budget, nodes of a round, and of a line: the last two are a spine tree's, its first round too.
@@ -140,11 +150,10 @@ def weave_kernels(arch: int) -> Iterator[Kernel]:
         rows = grown if own_line else budget + 1
         words = -(-rows // 64)
         places = weave.triton.next_power_of_2(rows * C if own_line else 16 * group * C)
-        blocks_of_group = weave.triton.next_power_of_2(group)
+        block = 2048 if group <= 8 else 512
         sizes = {
-            **dict(T=rows, W=words, WB=words, D=D, DB=16, G=group, GB=blocks_of_group, E=R),
-            **dict(EB=2048 if group <= 8 else 512),
-            **dict(STREAM=True, POSITIONS=True, OVERLAP=arch >= 90),
+            "sizes": given.Sizes(rows, words, D, group, R, block, P, C, places),
+            "OVERLAP": arch >= 90,
         }
         blocks = R // choose_tiling(group, R, R, torch.bfloat16).block_o
         for kind, K, J, noise in (
@@ -158,27 +167,29 @@ def weave_kernels(arch: int) -> Iterator[Kernel]:
             constants = {
                 **sizes,
                 **dict(OWN_LINE=own_line, WIDTH=shape.width, LINE=shape.line),
-                **dict(LIMIT=budget + 1, P=P, PB=P, BP=tiling.candidates, K=K, BK=tiling.block_k),
-                **dict(J=J, JB=max(1, J)),
-                **dict(C=C, CB=C, F=places, FB=places, NOISE=noise, HALVINGS=HALVINGS),
+                **dict(LIMIT=budget + 1, BP=tiling.candidates, K=K, BK=tiling.block_k, J=J),
+                **dict(HALVINGS=HALVINGS),
             }
             warps = {"num_warps": tiling.num_warps}
             name = f"score and grow, {kind}, G={group}, lines of {own_line}"
-            yield name, weave.score_and_grow_kernel, constants, types, warps
+            noised = types | {"noise": drawn if noise else None}
+            yield name, weave.score_and_grow_kernel, constants, noised, warps
         if group in (4, D):
-            constants = {**sizes, "TB": weave.triton.next_power_of_2(rows), "WIDTH": E}
-            constants |= {"WIDTHB": 8192, "SPINE": own_line > 0}
+            constants = {**sizes, "WIDTH": E, "SPINE": own_line > 0}
             yield f"start, G={group}", weave.start_kernel, constants, types, {"num_warps": 4}
         if group != line:
             constants = dict(T=rows, TB=weave.triton.next_power_of_2(rows), W=words, ROWS=16)
             constants |= dict(U=budget + 1, UW=-(-(budget + 1) // 64), BLOCK=min(16, rows))
             constants |= dict(F=rows * C if own_line else 0, LIMIT=budget + 1)
             constants |= dict(WIDE=64 if own_line else min(16, rows))
+            ranked = types | {"frontier": frontier if own_line else None}
             name = f"rank rows, T={rows}"
-            yield name, rank_triton.rank_rows_kernel, constants, RANKED, {"num_warps": 4}
+            yield name, rank_triton.rank_rows_kernel, constants, ranked, {"num_warps": 4}
     for noise in (False, True):
-        constants = dict(NOISE=noise, P=P, PB=P, D=D, OVERLAP=arch >= 90)
-        yield f"spine, noise={noise}", spine_triton.spine_kernel, constants, types, {"num_warps": 4}
+        constants = dict(P=P, D=D, OVERLAP=arch >= 90)
+        noised = types | {"noise": drawn if noise else None}
+        name = f"spine, noise={noise}"
+        yield name, spine_triton.spine_kernel, constants, noised, {"num_warps": 4}
 
 
 def compile_all(arch: int) -> dict[str, dict]:

@@ -10,7 +10,7 @@ beside them, 0 without; W words of ancestor bits; U rows of the trees that come 
 import triton
 import triton.language as tl
 
-from vllm_weaver.tree.draft_tree import num_words
+from vllm_weaver.tree.triton import Frontier, TreeRows
 
 
 @triton.jit
@@ -52,19 +52,9 @@ def _ranks(
 @triton.jit
 def rank_rows_kernel(
     scores_ptr,
-    keys_ptr,
-    frontier_tokens_ptr,
-    frontier_parents_ptr,
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    num_nodes_ptr,
-    ancestors_ptr,
-    out_tokens_ptr,
-    out_parents_ptr,
-    out_depths_ptr,
-    out_num_nodes_ptr,
-    out_ancestors_ptr,
+    frontier,
+    tree,
+    out,
     places,
     T: tl.constexpr,
     TB: tl.constexpr,
@@ -77,23 +67,23 @@ def rank_rows_kernel(
     BLOCK: tl.constexpr,
     WIDE: tl.constexpr,
 ):
-    """Grid (blocks of ROWS of T + F, R): the trees of the first pointers with their rows in order.
+    """Grid (blocks of ROWS of T + F, R): trees with their rows in order.
 
     | name | shape, dtype | in/out | meaning |
     |---|---|---|---|
     | scores | [R, T] float32 | in | at most 0, no child above its parent; only rows 1 to
       `num_nodes` - 1 are read, with F > 0 all where there is a node |
-    | keys, frontier tokens and parents | [R, places] | in | with F > 0, candidates as of
-      `tree.triton`, whose parents are rows |
-    | tokens, parents, depths, num_nodes, ancestors | as in `DraftTree` | in | without F, rows past
-      `num_nodes` cleared |
-    | out | as in `DraftTree` | out | other memory than the trees given; with F > 0 the best LIMIT
-      rows and candidates, as far as they have a score |
+    | frontier | `Frontier` of [R, places] or None | in | candidates beside the rows, with F > 0 |
+    | tree | `TreeRows` | in | without F, rows past `num_nodes` cleared |
+    | out | `TreeRows` | out | other memory than the trees given; with F > 0 the best LIMIT rows and
+      candidates, as far as they have a score |
     """
     r = tl.program_id(1)
     scores_ptr += r * T
-    keys_ptr += r * places
-    nodes = tl.load(num_nodes_ptr + r)
+    keys_ptr = scores_ptr
+    if F > 0:
+        keys_ptr = frontier.keys + r * places
+    nodes = tl.load(tree.num_nodes + r)
     # With candidates every row may be a node, or none.
     count = nodes
     if F > 0:
@@ -103,9 +93,9 @@ def rank_rows_kernel(
     is_row = t < T
     rank = _ranks(t, scores_ptr, keys_ptr, count, T, F, WIDE)
     ranks = _ranks(j, scores_ptr, keys_ptr, count, T, F, WIDE)
-    parent = tl.load(parents_ptr + r * T + t, mask=is_row, other=-1)
-    token = tl.load(tokens_ptr + r * T + t, mask=is_row, other=0)
-    depth = tl.load(depths_ptr + r * T + t, mask=is_row, other=0)
+    parent = tl.load(tree.parents + r * T + t, mask=is_row, other=-1)
+    token = tl.load(tree.tokens + r * T + t, mask=is_row, other=0)
+    depth = tl.load(tree.depths + r * T + t, mask=is_row, other=0)
     # The row whose bits are those of the ancestors.
     source = t
     keep = t < T + F
@@ -117,23 +107,23 @@ def rank_rows_kernel(
         parent = tl.where(keep, parent, -1)
         token = tl.where(keep, token, 0)
         depth = tl.where(keep, depth, 0)
-        parent = tl.load(frontier_parents_ptr + at, mask=candidate, other=parent)
-        token = tl.load(frontier_tokens_ptr + at, mask=candidate, other=token)
+        parent = tl.load(frontier.parents + at, mask=candidate, other=parent)
+        token = tl.load(frontier.tokens + at, mask=candidate, other=token)
         source = tl.where(candidate, parent, t)
-        above = tl.load(depths_ptr + r * T + parent, mask=candidate, other=0)
+        above = tl.load(tree.depths + r * T + parent, mask=candidate, other=0)
         depth = tl.where(candidate, above + 1, depth)
     above = tl.sum(tl.where(parent[:, None] == j[None, :], ranks[None, :], 0), 1)
     at = r * U + rank
     mask = (t < T + F) & (rank < U)
-    tl.store(out_tokens_ptr + at, token, mask=mask)
-    tl.store(out_depths_ptr + at, depth, mask=mask)
-    tl.store(out_parents_ptr + at, tl.where(parent < 0, -1, above), mask=mask)
+    tl.store(out.tokens + at, token, mask=mask)
+    tl.store(out.depths + at, depth, mask=mask)
+    tl.store(out.parents + at, tl.where(parent < 0, -1, above), mask=mask)
     for to in tl.static_range(UW):
         word = tl.zeros((ROWS,), tl.int64)
         for start in range(0, TB, BLOCK):
             b = start + tl.arange(0, BLOCK)
             new = _ranks(b, scores_ptr, keys_ptr, count, T, F, WIDE)
-            words = ancestors_ptr + (r * T + source)[:, None] * W + (b // 64)[None, :]
+            words = tree.ancestors + (r * T + source)[:, None] * W + (b // 64)[None, :]
             bits = tl.load(words, mask=keep[:, None] & (b < T)[None, :], other=0)
             bits = (bits >> (b % 64).to(tl.int64)[None, :]) & 1
             bits = tl.where((new // 64 == to)[None, :], bits, 0)
@@ -142,7 +132,7 @@ def rank_rows_kernel(
         if F > 0:
             own = tl.full((ROWS,), 1, tl.int64) << (rank % 64).to(tl.int64)
             word = tl.where(keep & (rank // 64 == to), word | own, word)
-        tl.store(out_ancestors_ptr + at * UW + to, word, mask=mask)
+        tl.store(out.ancestors + at * UW + to, word, mask=mask)
     if tl.program_id(0) == 0:
         if F > 0:
             found = tl.zeros((WIDE,), tl.int32)
@@ -151,26 +141,32 @@ def rank_rows_kernel(
                 some = _scores(every, scores_ptr, keys_ptr, count, T, F) > float("-inf")
                 found += (some & (every < T + F)).to(tl.int32)
             nodes *= tl.minimum(tl.sum(found, 0), LIMIT)
-        tl.store(out_num_nodes_ptr + r, nodes)
+        tl.store(out.num_nodes + r, nodes)
 
 
-def rank_rows(scores_RT, tree, out, requests: int, frontier=None, limit: int = 0) -> None:
-    """Launch `rank_rows_kernel` for the first `requests`; `tree` and `out` are a tree's tensors.
+def rank_rows(
+    scores_RT,
+    tree: TreeRows,
+    out: TreeRows,
+    requests: int,
+    frontier: Frontier | None = None,
+    used: int = 0,
+    limit: int = 0,
+) -> None:
+    """Launch `rank_rows_kernel` for the first `requests`.
 
-    With `frontier`, which is keys, tokens and parents [R, places] and how many places are used, the
-    best `limit` of rows and candidates.
+    With the first `used` places of a `frontier`, the best `limit` of rows and candidates.
     """
-    rows, words = tree[4].shape[1:]
-    *candidates, used = frontier or (scores_RT, *tree[:2], 0)
+    rows, words = tree.ancestors.shape[1:]
     block = triton.next_power_of_2(rows)
     rank_rows_kernel[(triton.cdiv(rows + used, 16), requests)](
-        *(scores_RT, *candidates, *tree, *out, candidates[0].shape[1]),
+        *(scores_RT, frontier, tree, out, 0 if frontier is None else frontier.keys.shape[1]),
         T=rows,
         TB=block,
         W=words,
         F=used,
-        U=out[0].shape[1],
-        UW=num_words(out[0].shape[1]),
+        U=out.tokens.shape[1],
+        UW=out.ancestors.shape[2],
         LIMIT=limit,
         ROWS=16,
         BLOCK=min(16, block),

@@ -16,8 +16,60 @@ Shape legend: G nodes popped at once, GB the power of two above; C children kept
 F places of the frontier, FB above; T rows; W words of ancestor bits, WB above.
 """
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
+
+
+class TreeRows(NamedTuple):
+    """Trees as a kernel's argument: tensors on the host, in a kernel pointers.
+
+    | name | shape, dtype | meaning |
+    |---|---|---|
+    | `tokens`, `parents`, `depths` | [R, T] int32 | as in `DraftTree` |
+    | `num_nodes` | [R] int32 | as there |
+    | `ancestors` | [R, T, W] int64 | as there |
+    """
+
+    tokens: Any
+    parents: Any
+    depths: Any
+    num_nodes: Any
+    ancestors: Any
+
+
+class Frontier(NamedTuple):
+    """Candidates of trees, likewise; places that were never written are not read.
+
+    | name | shape, dtype | meaning |
+    |---|---|---|
+    | `keys` | [R, F] int64 | as in `order`; of candidates that are never popped the complements |
+    | `tokens` | [R, F] int32 | |
+    | `parents` | [R, F] int32 | rows of the tree |
+    """
+
+    keys: Any
+    tokens: Any
+    parents: Any
+
+
+@triton.jit
+def tree_of(trees, r, T, W):
+    """The tree of request r."""
+    return TreeRows(
+        trees.tokens + r * T,
+        trees.parents + r * T,
+        trees.depths + r * T,
+        trees.num_nodes + r,
+        trees.ancestors + r * T * W,
+    )
+
+
+@triton.jit
+def frontier_of(frontiers, r, F):
+    """The frontier of request r."""
+    return Frontier(frontiers.keys + r * F, frontiers.tokens + r * F, frontiers.parents + r * F)
 
 
 @triton.jit
@@ -54,23 +106,21 @@ def push_children(
     closed,
     row,
     score,
-    ids_ptr,
-    keys_ptr,
-    tokens_ptr,
-    parents_ptr,
+    pools,
+    frontier,
     first,
     G: tl.constexpr,
-    GB: tl.constexpr,
     C: tl.constexpr,
-    CB: tl.constexpr,
 ):
-    """Put the best C children of every expanded node on the frontier, from place `first` on.
+    """Put the best C children of every expanded node on the request's frontier, from place `first`
+    on.
 
     `log_probs`, `ids` [GB, S, L] with ids below 0 for padding; `expanded`, `closed`, `row`, `score`
-    [GB]; `ids_ptr` [GB] points at the pools of the children; the other pointers at the request's
-    frontier [F]. Nodes that are not expanded write places without a candidate, and those of
-    `closed` candidates that are never popped, whose keys are the complements of their own.
+    [GB]; `pools` [GB] points at the ids of the children. Nodes that are not expanded write places
+    without a candidate, and those of `closed` candidates that are never popped.
     """
+    GB: tl.constexpr = triton.next_power_of_2(G)
+    CB: tl.constexpr = triton.next_power_of_2(C)
     INFINITY: tl.constexpr = 0x7F800000
     S: tl.constexpr = log_probs.shape[1]
     L: tl.constexpr = log_probs.shape[2]
@@ -85,23 +135,25 @@ def push_children(
 
     live = found < INFINITY
     log_prob = -found.to(tl.float32, bitcast=True)
-    token = tl.load(ids_ptr[:, None] + chosen, mask=live, other=0).to(tl.int32)
+    token = tl.load(pools[:, None] + chosen, mask=live, other=0).to(tl.int32)
     total = tl.where(live, score[:, None] + log_prob, float("-inf"))
     place = first + g[:, None] * C + c[None, :]
     magnitude = (total.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
     mask = (g < G)[:, None] & (c < C)[None, :]
     key = (magnitude << 32) | place.to(tl.int64)
-    tl.store(keys_ptr + place, tl.where(closed[:, None], -1 - key, key), mask=mask)
-    tl.store(tokens_ptr + place, token, mask=mask)
-    tl.store(parents_ptr + place, row[:, None] + tl.zeros_like(token), mask=mask)
+    tl.store(frontier.keys + place, tl.where(closed[:, None], -1 - key, key), mask=mask)
+    tl.store(frontier.tokens + place, token, mask=mask)
+    tl.store(frontier.parents + place, row[:, None] + tl.zeros_like(token), mask=mask)
 
 
 @triton.jit
-def pop_best(keys_ptr, used, G: tl.constexpr, GB: tl.constexpr, FB: tl.constexpr):
+def pop_best(keys_ptr, used, G: tl.constexpr, F: tl.constexpr):
     """Pop the best G of the first `used` candidates of a request's `keys_ptr` [F], best first.
 
     Returns whether there was one, its place and its score, each [GB].
     """
+    GB: tl.constexpr = triton.next_power_of_2(G)
+    FB: tl.constexpr = triton.next_power_of_2(F)
     NO_KEY: tl.constexpr = 0x7F80000000000000
     NO_VALUE: tl.constexpr = 0x7FFFFFFFFFFFFFFF
     # A warp loads 64 keys at once; rows for four warps.
@@ -129,74 +181,64 @@ def pop_best(keys_ptr, used, G: tl.constexpr, GB: tl.constexpr, FB: tl.constexpr
 
 @triton.jit
 def place_best(
-    keys_ptr,
-    frontier_tokens_ptr,
-    frontier_parents_ptr,
+    frontier,
     used,
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    num_nodes_ptr,
-    ancestors_ptr,
+    tree,
     LIMIT: tl.constexpr,
     G: tl.constexpr,
-    GB: tl.constexpr,
-    FB: tl.constexpr,
+    F: tl.constexpr,
     W: tl.constexpr,
-    WB: tl.constexpr,
 ):
-    """Pop the best G of the first `used` candidates and place them, in rows below LIMIT.
+    """Pop the best G of the first `used` candidates of a request and place them, in rows below
+    LIMIT.
 
-    The first three pointers are the request's frontier [F], the others its tree's rows [T], its
-    count and its words [T, W]. Returns live, row, token, depth, score and parent, each [GB], live
-    ones first, and the count of rows after it.
+    Returns live, row, token, depth, score and parent, each [GB], live ones first, and the count of
+    rows after it.
     """
+    GB: tl.constexpr = triton.next_power_of_2(G)
+    WB: tl.constexpr = triton.next_power_of_2(W)
     g = tl.arange(0, GB)
-    popped, place, score = pop_best(keys_ptr, used, G, GB, FB)
+    popped, place, score = pop_best(frontier.keys, used, G, F)
 
-    placed = tl.load(num_nodes_ptr)
+    placed = tl.load(tree.num_nodes)
     row = placed + g
     live = popped & (row < LIMIT)
-    token = tl.load(frontier_tokens_ptr + place, mask=live, other=0)
-    parent = tl.load(frontier_parents_ptr + place, mask=live, other=0)
-    depth = tl.load(depths_ptr + parent, mask=live, other=0) + 1
+    token = tl.load(frontier.tokens + place, mask=live, other=0)
+    parent = tl.load(frontier.parents + place, mask=live, other=0)
+    depth = tl.load(tree.depths + parent, mask=live, other=0) + 1
     w = tl.arange(0, WB)
     mask = live[:, None] & (w < W)[None, :]
-    words = tl.load(ancestors_ptr + parent[:, None] * W + w[None, :], mask=mask, other=0)
+    words = tl.load(tree.ancestors + parent[:, None] * W + w[None, :], mask=mask, other=0)
     bit = tl.full((GB, WB), 1, tl.int64) << (row % 64).to(tl.int64)[:, None]
     words = tl.where((row // 64)[:, None] == w[None, :], words | bit, words)
-    tl.store(tokens_ptr + row, token, mask=live)
-    tl.store(parents_ptr + row, parent, mask=live)
-    tl.store(depths_ptr + row, depth, mask=live)
-    tl.store(ancestors_ptr + row[:, None] * W + w[None, :], words, mask=mask)
+    tl.store(tree.tokens + row, token, mask=live)
+    tl.store(tree.parents + row, parent, mask=live)
+    tl.store(tree.depths + row, depth, mask=live)
+    tl.store(tree.ancestors + row[:, None] * W + w[None, :], words, mask=mask)
     placed += tl.sum(live.to(tl.int32), 0)
-    tl.store(num_nodes_ptr, placed)
+    tl.store(tree.num_nodes, placed)
     return live, row, token, depth, score, parent, placed
 
 
 @triton.jit
 def place_root(
     token,
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    num_nodes_ptr,
-    ancestors_ptr,
+    tree,
     T: tl.constexpr,
-    TB: tl.constexpr,
     W: tl.constexpr,
-    WB: tl.constexpr,
 ):
     """Make a tree of its root alone; of no row at all where `token` is below 0."""
+    TB: tl.constexpr = triton.next_power_of_2(T)
+    WB: tl.constexpr = triton.next_power_of_2(W)
     t = tl.arange(0, TB)
     mask = t < T
     live = (token >= 0).to(tl.int32)
     is_root = t < live
-    tl.store(tokens_ptr + t, tl.where(is_root, token, 0), mask=mask)
-    tl.store(parents_ptr + t, tl.full((TB,), -1, tl.int32), mask=mask)
-    tl.store(depths_ptr + t, tl.zeros((TB,), tl.int32), mask=mask)
+    tl.store(tree.tokens + t, tl.where(is_root, token, 0), mask=mask)
+    tl.store(tree.parents + t, tl.full((TB,), -1, tl.int32), mask=mask)
+    tl.store(tree.depths + t, tl.zeros((TB,), tl.int32), mask=mask)
     w = tl.arange(0, WB)
     words = tl.where(is_root[:, None] & (w == 0)[None, :], 1, 0).to(tl.int64)
-    at = ancestors_ptr + t[:, None] * W + w[None, :]
+    at = tree.ancestors + t[:, None] * W + w[None, :]
     tl.store(at, words, mask=mask[:, None] & (w < W)[None, :])
-    tl.store(num_nodes_ptr, live)
+    tl.store(tree.num_nodes, live)

@@ -12,27 +12,18 @@ import triton
 import triton.language as tl
 
 from vllm_weaver.adapter.triton import let_next_start, wait_for_previous
-from vllm_weaver.tree.triton import pop_best, push_children
-from vllm_weaver.weave.entries_triton import prepare_nodes
+from vllm_weaver.tree.triton import frontier_of, pop_best, push_children, tree_of
+from vllm_weaver.weave.entries_triton import prepare_nodes, row_of
 
 
 @triton.jit
 def spine_kernel(
-    ids_ptr,
-    logits_ptr,
-    noise_ptr,
-    temperature_ptr,
+    ids,
+    logits,
+    noise,
     spine_ptr,
-    ids_stride_r,
-    ids_stride_d,
-    logits_stride_r,
-    logits_stride_d,
-    noise_stride_r,
-    noise_stride_d,
     weight,
-    NOISE: tl.constexpr,
     P: tl.constexpr,
-    PB: tl.constexpr,
     D: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -43,20 +34,18 @@ def spine_kernel(
     NONE: tl.constexpr = 0x7FFFFFFF
     d = tl.program_id(0)
     r = tl.program_id(1)
-    p = tl.arange(0, PB)
-    wide = r.to(tl.int64)
-    ids_ptr += wide * ids_stride_r + d * ids_stride_d
-    ids = tl.load(ids_ptr + p, mask=p < P, other=-1)
-    logits_ptr += wide * logits_stride_r + d * logits_stride_d
-    scores = tl.load(logits_ptr + p, mask=p < P, other=float("-inf")).to(tl.float32)
-    if NOISE:
-        noise_ptr += wide * noise_stride_r + d * noise_stride_d
-        noise = tl.load(noise_ptr + p, mask=p < P, other=0.0)
-        scores += weight * tl.load(temperature_ptr + r) * noise
+    p = tl.arange(0, triton.next_power_of_2(P))
+    pool = row_of(ids, r.to(tl.int64), d)
+    present = tl.load(pool + p, mask=p < P, other=-1) >= 0
+    scores = tl.load(row_of(logits, r.to(tl.int64), d) + p, mask=p < P, other=float("-inf"))
+    scores = scores.to(tl.float32)
+    if noise is not None:
+        drawn = tl.load(row_of(noise.noise, r.to(tl.int64), d) + p, mask=p < P, other=0.0)
+        scores += weight * tl.load(noise.temperature + r) * drawn
     # NaN compares as false.
-    scores = tl.where((ids >= 0) & (scores > float("-inf")), scores, float("-inf"))
+    scores = tl.where(present & (scores > float("-inf")), scores, float("-inf"))
     place = tl.min(tl.where(scores == tl.max(scores, 0), p, NONE), 0)
-    token = tl.load(ids_ptr + place).to(tl.int32)
+    token = tl.load(pool + place).to(tl.int32)
     tl.store(spine_ptr + r * D + d, tl.maximum(token, 0))
 
 
@@ -73,34 +62,30 @@ def place_spine(
     live,
     root,
     spine_ptr,
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    num_nodes_ptr,
-    ancestors_ptr,
+    tree,
     row_scores_ptr,
     T: tl.constexpr,
-    TB: tl.constexpr,
     W: tl.constexpr,
-    WB: tl.constexpr,
 ):
     """Make a tree of its root and the spine's tokens below it, `live` rows in all.
 
     No row has a score yet. `num_nodes` is 1, or 0 where `live` is.
     """
+    TB: tl.constexpr = triton.next_power_of_2(T)
+    WB: tl.constexpr = triton.next_power_of_2(W)
     t = tl.arange(0, TB)
     mask = t < T
     here = t < live
     token = tl.load(spine_ptr + t - 1, mask=here & (t > 0), other=0)
-    tl.store(tokens_ptr + t, tl.where(here & (t == 0), root, token), mask=mask)
-    tl.store(parents_ptr + t, tl.where(here, t - 1, -1), mask=mask)
-    tl.store(depths_ptr + t, tl.where(here, t, 0), mask=mask)
+    tl.store(tree.tokens + t, tl.where(here & (t == 0), root, token), mask=mask)
+    tl.store(tree.parents + t, tl.where(here, t - 1, -1), mask=mask)
+    tl.store(tree.depths + t, tl.where(here, t, 0), mask=mask)
     tl.store(row_scores_ptr + t, tl.full((TB,), float("-inf"), tl.float32), mask=mask)
     w = tl.arange(0, WB)
     words = tl.where(here[:, None], _bits_up_to(t, w), 0)
-    at = ancestors_ptr + t[:, None] * W + w[None, :]
+    at = tree.ancestors + t[:, None] * W + w[None, :]
     tl.store(at, words, mask=mask[:, None] & (w < W)[None, :])
-    tl.store(num_nodes_ptr, (live > 0).to(tl.int32))
+    tl.store(tree.num_nodes, (live > 0).to(tl.int32))
 
 
 @triton.jit
@@ -124,56 +109,17 @@ def _along(x, WIDTHB: tl.constexpr, LINE: tl.constexpr):
 @triton.jit
 def grow_lines(
     r,
-    node,
-    own_depth,
-    score,
+    own,
     log_probs,
     ids,
     pools,
-    keys_ptr,
-    frontier_tokens_ptr,
-    frontier_parents_ptr,
-    row_scores_ptr,
-    token_rows_ptr,
-    positions_ptr,
-    tokens_ptr,
-    parents_ptr,
-    depths_ptr,
-    ancestors_ptr,
-    node_ptr,
-    depth_ptr,
-    score_ptr,
-    position_ptr,
-    count_ptr,
-    slot_ptr,
-    path_ptr,
-    row_paths_ptr,
-    x_ptr,
-    scaled_ptr,
-    scale_ptr,
-    squares_ptr,
-    spine_ptr,
-    stride,
+    growth,
     first,
     first_row,
-    C: tl.constexpr,
-    CB: tl.constexpr,
-    F: tl.constexpr,
-    FB: tl.constexpr,
-    T: tl.constexpr,
-    W: tl.constexpr,
-    WB: tl.constexpr,
-    D: tl.constexpr,
-    DB: tl.constexpr,
-    G: tl.constexpr,
-    GB: tl.constexpr,
-    E: tl.constexpr,
-    EB: tl.constexpr,
-    STREAM: tl.constexpr,
-    POSITIONS: tl.constexpr,
     OWN_LINE: tl.constexpr,
     WIDTH: tl.constexpr,
     LINE: tl.constexpr,
+    sizes: tl.constexpr,
 ):
     """Growth of request r by lines of OWN_LINE nodes, of whose entries only the first have `score`.
 
@@ -182,40 +128,42 @@ def grow_lines(
     LINE nodes, in rows from `first_row` on, and prepared for the next round; with less than WIDTH *
     LINE rows left, none is.
     """
+    T: tl.constexpr = sizes.T
+    W: tl.constexpr = sizes.W
+    D: tl.constexpr = sizes.D
+    G: tl.constexpr = sizes.G
+    C: tl.constexpr = sizes.C
+    F: tl.constexpr = sizes.F
+    GB: tl.constexpr = triton.next_power_of_2(G)
     NEXT: tl.constexpr = WIDTH * LINE
     WIDTHB: tl.constexpr = triton.next_power_of_2(WIDTH)
     NEXTB: tl.constexpr = WIDTHB * LINE
     e = tl.arange(0, GB)
-    expanded = node >= 0
-    tokens_ptr += r * T
-    parents_ptr += r * T
-    depths_ptr += r * T
-    ancestors_ptr += r * T * W
-    spine_ptr += r * D
+    node = own.node
+    tree = tree_of(growth.trees, r, T, W)
+    frontier = frontier_of(growth.frontiers, r, F)
+    spine_ptr = growth.spine + r * D
     following = e[None, :] == e[:, None] + 1
     goes_on = tl.max(tl.where(following, node[None, :], -1), 1) >= 0
     goes_on = goes_on & (e % OWN_LINE < OWN_LINE - 1)
-    on = tl.load(spine_ptr + own_depth, mask=goes_on, other=-1)
+    on = tl.load(spine_ptr + own.depth, mask=goes_on, other=-1)
     is_next = goes_on[:, None, None] & (ids == on[:, None, None]) & (ids >= 0)
     # NaN compares as false.
     usable = is_next & (log_probs > float("-inf"))
     step = tl.where(usable, tl.minimum(log_probs, 0.0), float("-inf"))
-    score = _line_scores(score, tl.max(tl.max(step, 1), 1), GB, OWN_LINE)
-    tl.store(row_scores_ptr + r * T + node, score, mask=expanded)
+    score = _line_scores(own.score, tl.max(tl.max(step, 1), 1), GB, OWN_LINE)
+    tl.store(growth.row_scores + r * T + node, score, mask=node >= 0)
 
-    keys = keys_ptr + r * F
-    frontier_tokens = frontier_tokens_ptr + r * F
-    frontier_parents = frontier_parents_ptr + r * F
     push_children(
-        *(tl.where(is_next, float("-inf"), log_probs), ids, expanded, own_depth + 1 >= D),
-        *(node, score, pools, keys, frontier_tokens, frontier_parents, first, G, GB, C, CB),
+        *(tl.where(is_next, float("-inf"), log_probs), ids, node >= 0, own.depth + 1 >= D),
+        *(node, score, pools, frontier, first, G, C),
     )
     tl.debug_barrier()
     if first_row + NEXT <= T:
-        popped, place, found = pop_best(keys, first + G * C, WIDTH, WIDTHB, FB)
-        token = tl.load(frontier_tokens + place, mask=popped, other=0)
-        parent = tl.load(frontier_parents + place, mask=popped, other=0)
-        depth = tl.load(depths_ptr + parent, mask=popped, other=0) + 1
+        popped, place, found = pop_best(frontier.keys, first + G * C, WIDTH, F)
+        token = tl.load(frontier.tokens + place, mask=popped, other=0)
+        parent = tl.load(frontier.parents + place, mask=popped, other=0)
+        depth = tl.load(tree.depths + parent, mask=popped, other=0) + 1
         j = tl.arange(0, NEXTB) % LINE
         row = first_row + tl.arange(0, NEXTB)
         head = _along(parent, WIDTHB, LINE)
@@ -223,17 +171,15 @@ def grow_lines(
         live = (_along(popped.to(tl.int32), WIDTHB, LINE) > 0) & (depth < D)
         below = tl.load(spine_ptr + depth - 1, mask=live & (j > 0), other=0)
         token = tl.where(j == 0, _along(token, WIDTHB, LINE), below)
-        w = tl.arange(0, WB)
+        w = tl.arange(0, triton.next_power_of_2(W))
         mask = live[:, None] & (w < W)[None, :]
-        words = tl.load(ancestors_ptr + head[:, None] * W + w[None, :], mask=mask, other=0)
+        words = tl.load(tree.ancestors + head[:, None] * W + w[None, :], mask=mask, other=0)
         words |= _bits_up_to(row, w) & ~_bits_up_to(row - j - 1, w)
-        tl.store(tokens_ptr + row, token, mask=live)
-        tl.store(parents_ptr + row, tl.where(j == 0, head, row - 1), mask=live)
-        tl.store(depths_ptr + row, depth, mask=live)
-        tl.store(ancestors_ptr + row[:, None] * W + w[None, :], words, mask=mask)
+        tl.store(tree.tokens + row, token, mask=live)
+        tl.store(tree.parents + row, tl.where(j == 0, head, row - 1), mask=live)
+        tl.store(tree.depths + row, depth, mask=live)
+        tl.store(tree.ancestors + row[:, None] * W + w[None, :], words, mask=mask)
         prepare_nodes(
             *(r, live, row, token, depth, _along(found, WIDTHB, LINE), head, j),
-            *(token_rows_ptr, positions_ptr, node_ptr, depth_ptr, score_ptr, position_ptr),
-            *(count_ptr, slot_ptr, path_ptr, row_paths_ptr, x_ptr, scaled_ptr, scale_ptr),
-            *(squares_ptr, stride, T, D, DB, NEXT, NEXTB, E, EB, STREAM, POSITIONS),
+            *(growth, NEXT, sizes),
         )

@@ -45,7 +45,18 @@ from vllm_weaver.tree.shared_noise import (
     SharedNoise,
 )
 from vllm_weaver.tree.spine_tree import SpineShape
+from vllm_weaver.tree.triton import Frontier, TreeRows
 from vllm_weaver.tree.weaver_tree import group_width, most_rounds
+from vllm_weaver.weave.arguments import (
+    ByDepth,
+    Entries,
+    Growth,
+    InputTables,
+    Noise,
+    Query,
+    Sizes,
+    StepInputs,
+)
 from vllm_weaver.weave.spine_triton import spine_kernel
 from vllm_weaver.weave.triton import score_and_grow_kernel, start_kernel
 
@@ -157,7 +168,7 @@ class TreeWeaver:
         self._roots = roots
         # As grown, and with rows by falling score.
         self._tree, self._ranked = (
-            (
+            TreeRows(
                 *(index(max_requests, rows), index(max_requests, rows), index(max_requests, rows)),
                 index(max_requests),
                 empty(max_requests, rows, num_words(rows), dtype=torch.int64),
@@ -166,23 +177,25 @@ class TreeWeaver:
         )
         self._row_scores = empty(max_requests, grown)
         self._spine = index(max_requests, depth)
-        self._frontier = (
+        self._frontier = Frontier(
             empty(max_requests, places, dtype=torch.int64),
             index(max_requests, places),
             index(max_requests, places),
         )
         # Two of each where rounds differ in size: a round's last programs read their entries when
         # others have written those of the next.
-        self._node, self._depth, self._score = (
-            tuple(kind(nodes) for _ in range(1 + spine)) for kind in (index, index, empty)
+        self._entries = [
+            Entries(index(nodes), index(nodes), empty(nodes)) for _ in range(1 + spine)
+        ]
+        # With projected tables the nodes' inputs are the residual stream besides.
+        self._inputs = StepInputs(
+            *(index(nodes), index(nodes), index(nodes)),
+            path=index(nodes, depth),
+            row_paths=index(max_requests, grown, depth),
+            x=empty(nodes, r) if self._projected else None,
+            scaled=empty(nodes, widths[0], dtype=dtype),
+            squares=empty(nodes),
         )
-        self._position, self._count, self._slot = index(nodes), index(nodes), index(nodes)
-        self._path, self._row_paths = index(nodes, depth), index(max_requests, grown, depth)
-        # Rows times the weight of the norm that follows; with projected tables the nodes' inputs
-        # are the residual stream besides.
-        self._node_scaled = empty(nodes, widths[0], dtype=dtype)
-        self._node_squares = empty(nodes)
-        self._node_x = empty(nodes, r) if self._projected else self._node_squares
         self._prefix_x = empty(prefix, config.d_model, dtype=dtype)
         self._prefix_squares = empty(prefix)
         t = torch.arange(depth + 1, dtype=torch.int32, device=device).repeat(max_requests)
@@ -227,14 +240,12 @@ class TreeWeaver:
 
     def nbytes(self) -> int:
         """Bytes of the buffers, without the adapter's parameters and the tables."""
-        total = 0
-        for value in vars(self).values():
-            for item in value if isinstance(value, tuple | list) else (value,):
-                if isinstance(item, Tensor) and not any(
-                    item is table for table in (self._token_rows, self._pool_rows)
-                ):
-                    total += item.numel() * item.element_size()
-        return total
+        tables = self._token_rows, self._pool_rows
+        return sum(
+            x.numel() * x.element_size()
+            for x in _tensors(tuple(vars(self).values()))
+            if not any(x is table for table in tables)
+        )
 
     def table_nbytes(self) -> int:
         """Bytes of the precomputed tables; 0 without."""
@@ -289,8 +300,7 @@ class TreeWeaver:
                 self._launch(requests, nodes, *arrays)
             else:
                 self._replay(requests, nodes, arrays)
-        tokens, parents, depths, num_nodes, ancestors = (part[:requests] for part in self._ranked)
-        return DraftTree(tokens, parents, depths, num_nodes, ancestors)
+        return DraftTree(*(part[:requests] for part in self._ranked))
 
     def shape_for(self, nodes: int) -> tuple[int, int]:
         """Nodes popped per round, and rounds, that grow trees of `nodes` below the root."""
@@ -332,35 +342,35 @@ class TreeWeaver:
         h_draft_RDd: Tensor,
         ids_RDP: Tensor,
         logits_RDP: Tensor,
-        *noise: Tensor,
+        noise_RDP: Tensor | None = None,
+        *parameters: Tensor,
     ) -> None:
         self.launches = 1
         groups = self.groups_for(nodes)
+        noise = None if noise_RDP is None else Noise(ByDepth.of(noise_RDP), *parameters)
+        candidates = ByDepth.of(ids_RDP), ByDepth.of(logits_RDP), noise
         if self._is_spine:
-            self._choose_spine(R, ids_RDP, logits_RDP, *noise)
+            self._choose_spine(R, *candidates)
         self._start(R, h_draft_RDd, groups[0])
         self._run_prefix(R)
         for step, group in enumerate(groups):
             query, squares = self._run_nodes(R, group)
-            entries = (query, squares, ids_RDP, logits_RDP, noise)
-            self._score_and_grow(R, step, *entries, nodes=nodes)
+            self._score_and_grow(R, step, query, squares, *candidates, nodes=nodes)
         self._rank(R, nodes)
 
-    def _node_arguments(self, step: int) -> tuple[Tensor, ...]:
-        positions = self._token_rows if self._positions is None else self._positions
-        entries = (*self._own_entries(step), *self._entries())
-        return (self._token_rows, positions, *self._tree, *entries)
-
-    def _own_entries(self, step: int) -> tuple[Tensor, ...]:
-        """What the end of round `step` reads of its entries: node, depth and score."""
-        return tuple(sets[step % len(sets)] for sets in (self._node, self._depth, self._score))
-
-    def _entries(self) -> tuple[Tensor, ...]:
-        return (
-            *(self._position, self._count, self._slot),
-            *(self._path, self._row_paths, self._node_x, self._node_scaled),
-            *(self._first_norm().weight, self._node_squares),
+    def _growth(self, step: int) -> Growth:
+        """What is given to a kernel that places nodes and prepares them for round `step`."""
+        # Without projected tables the position is added after the input projection.
+        positions = self._positions if self._projected else None
+        tables = InputTables(self._token_rows, positions, self._first_norm().weight)
+        return Growth(
+            *(self._tree, self._frontier, self._row_scores, self._spine),
+            *(tables, self._own(step), self._inputs, self._stride),
         )
+
+    def _own(self, step: int) -> Entries:
+        """The entries of round `step`."""
+        return self._entries[step % len(self._entries)]
 
     def _first_norm(self) -> BiasedRMSNorm:
         """The norm that the nodes' inputs meet first."""
@@ -368,54 +378,39 @@ class TreeWeaver:
         return _norm(adapter.blocks[0].norm_attn if self._projected else adapter.embed_norm)
 
     def _sizes(self, group: int) -> dict[str, Any]:
-        rows, words = self._tree[4].shape[1:]
-        depth, group_block = self._adapter.config.depth, triton.next_power_of_2(group)
-        width = self._node_scaled.shape[1]
+        rows, words = self._tree.ancestors.shape[1:]
+        width = self._inputs.scaled.shape[1]
+        block = min(2048 if group <= 8 else 512, triton.next_power_of_2(width))
         return {
-            "T": rows,
-            "W": words,
-            "WB": triton.next_power_of_2(words),
-            "D": depth,
-            "DB": triton.next_power_of_2(depth),
-            "G": group,
-            "GB": group_block,
-            "E": width,
-            "EB": min(2048 if group_block <= 8 else 512, triton.next_power_of_2(width)),
-            "STREAM": self._projected,
-            # Without projected tables the position is added after the input projection.
-            "POSITIONS": self._projected and self._positions is not None,
-            "OVERLAP": self._overlap,
-            **({"launch_pdl": True} if self._overlap else {}),
+            "sizes": Sizes(
+                *(rows, words, self._adapter.config.depth, group, width, block),
+                *(self.pool, self._children, self._frontier.keys.shape[1]),
+            ),
+            **self._overlapping(),
         }
 
-    def _choose_spine(self, R: int, ids_RDP: Tensor, logits_RDP: Tensor, *noise: Tensor) -> None:
+    def _overlapping(self) -> dict[str, bool]:
+        return {"OVERLAP": self._overlap, **({"launch_pdl": True} if self._overlap else {})}
+
+    def _choose_spine(self, R: int, ids: ByDepth, logits: ByDepth, noise: Noise | None) -> None:
         self.launches += 1
         depth = self._adapter.config.depth
-        noise_RDP, temperature_R, *_ = noise or (logits_RDP, logits_RDP)
         spine_kernel[(depth, R)](
-            *(ids_RDP, logits_RDP, noise_RDP, temperature_R, self._spine),
-            *(*ids_RDP.stride()[:2], *logits_RDP.stride()[:2], *noise_RDP.stride()[:2]),
-            MARGINAL_WEIGHT,
-            NOISE=bool(noise),
+            *(ids, logits, noise, self._spine, MARGINAL_WEIGHT),
             P=self.pool,
-            PB=triton.next_power_of_2(self.pool),
             D=depth,
-            OVERLAP=self._overlap,
             num_warps=4,
-            **({"launch_pdl": True} if self._overlap else {}),
+            **self._overlapping(),
         )
 
     def _start(self, R: int, h_draft_RDd: Tensor, group: int) -> None:
         config = self._adapter.config
         self.launches += 1
         start_kernel[(config.depth + 2, R)](
-            *(self._h_ver, h_draft_RDd, self._roots, *self._node_arguments(0)),
+            *(self._h_ver, ByDepth.of(h_draft_RDd), self._roots),
             *(self._prefix_x, _norm(self._adapter.output_norm).weight, self._prefix_squares),
-            *(self._spine, self._row_scores),
-            *(self._h_ver.stride(0), *h_draft_RDd.stride()[:2], self._stride),
-            TB=triton.next_power_of_2(self._row_scores.shape[1]),
+            *(self._h_ver.stride(0), self._growth(0)),
             WIDTH=config.d_model,
-            WIDTHB=triton.next_power_of_2(config.d_model),
             SPINE=self._is_spine,
             num_warps=4,
             **self._sizes(group),
@@ -473,7 +468,7 @@ class TreeWeaver:
         """The node step of all entries: queries, with their squares where a norm is to come."""
         adapter = self._adapter
         rows = R * group
-        x, scaled, squares, J = self._node_x, self._node_scaled, self._node_squares, 1
+        x, scaled, squares, J = self._inputs.x, self._inputs.scaled, self._inputs.squares, 1
         if not self._projected:
             x, out_squares = self._x[0], self._squares[0]
             J = self._linear(
@@ -482,12 +477,12 @@ class TreeWeaver:
                 squares_JN=(squares, J),
                 eps=_norm(adapter.embed_norm).eps,
                 add=self._positions,
-                add_index_N=self._position,
+                add_index_N=self._inputs.position,
                 scaled=(self._scaled, _norm(adapter.blocks[0].norm_attn).weight),
                 out_squares=out_squares,
             )
             scaled, squares = self._scaled, out_squares
-        cache = (self._slot, self._count, group)
+        cache = (self._inputs.slot, self._inputs.columns, group)
         for layer in range(adapter.config.num_layers):
             x, squares, J = self._run_block(rows, layer, x, scaled, (squares, J), *cache)
             scaled = self._scaled
@@ -526,7 +521,8 @@ class TreeWeaver:
         )
         self.launches += 1
         launch_attention(
-            *(rows, self._q, self._kv[layer], self._path, count, self._rope, self._attended),
+            *(rows, self._q, self._kv[layer], self._inputs.path),
+            *(count, self._rope, self._attended),
             group=group,
             stride=self._stride,
             heads=block.num_heads,
@@ -568,48 +564,34 @@ class TreeWeaver:
         step: int,
         query: Tensor,
         squares_JN: tuple[Tensor, int] | None,
-        ids_RDP: Tensor,
-        logits_RDP: Tensor,
-        noise: tuple[Tensor, ...],
+        ids: ByDepth,
+        logits: ByDepth,
+        noise: Noise | None,
         *,
         nodes: int,
     ) -> None:
         self.launches += 1
         groups = self.groups_for(nodes)
         group, before = groups[step], sum(groups[:step])
-        # Without noise the kernel reads none of these.
-        drawn_by = noise or (logits_RDP,) * 5
         norm = _norm(self._adapter.out_norm)
-        squares, J = squares_JN if squares_JN is not None else (query, 0)
-        places = self._frontier[0].shape[1]
+        squares, J = squares_JN if squares_JN is not None else (None, 0)
         rows, inputs = R * group, query.shape[1]
         tiling = choose_scores(inputs, R, group, self.pool, self._score_tilings)
         shape = SpineShape.of(nodes, self._expansion_width)
         # The first round's line is the whole spine.
         own_line = (shape.line if step else self._adapter.config.depth) * self._is_spine
         score_and_grow_kernel[(triton.cdiv(self.pool, tiling.candidates), rows)](
-            *(query, norm.weight, norm.bias, squares, self._pool_rows, ids_RDP, logits_RDP),
-            *(self._scores, self._request_ticket, *self._frontier, self._row_scores),
-            *self._own_entries(step),
-            *self._node_arguments(step + 1),
-            *(*drawn_by, self._spine, *ids_RDP.stride()[:2], *logits_RDP.stride()[:2]),
-            *(*drawn_by[0].stride()[:2], self._stride),
-            *(before * self._children, before + group, rows, norm.eps),
+            *(Query(query, squares, norm.weight, norm.bias, norm.eps), self._pool_rows),
+            *(ids, logits, noise, self._scores, self._request_ticket),
+            *(self._own(step), self._growth(step + 1)),
+            *(before * self._children, before + group, rows),
             *(CONDITIONAL_WEIGHT, OUTSIDE_PENALTY),
             LIMIT=nodes + 1,
-            NOISE=bool(noise),
             HALVINGS=HALVINGS,
-            P=self.pool,
-            PB=triton.next_power_of_2(self.pool),
             BP=tiling.candidates,
             K=inputs,
             BK=tiling.block_k,
             J=J,
-            JB=triton.next_power_of_2(max(1, J)),
-            C=self._children,
-            CB=triton.next_power_of_2(self._children),
-            F=places,
-            FB=triton.next_power_of_2(places),
             OWN_LINE=own_line,
             WIDTH=shape.width,
             LINE=shape.line,
@@ -620,8 +602,7 @@ class TreeWeaver:
     def _rank(self, R: int, nodes: int) -> None:
         best: tuple[Any, ...] = ()
         if self._is_spine:
-            used = sum(self.groups_for(nodes)) * self._children
-            best = (*self._frontier, used), nodes + 1
+            best = self._frontier, sum(self.groups_for(nodes)) * self._children, nodes + 1
         rank_rows(self._row_scores, self._tree, self._ranked, R, *best)
 
     def _linears(self) -> Iterator[tuple[bool, int, int, bool]]:
@@ -690,6 +671,15 @@ def can_overlap(device: torch.device) -> bool:
     if INTERPRETED or device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def _tensors(value: object) -> Iterator[Tensor]:
+    """Tensors in tuples and lists of any depth."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for item in value:
+            yield from _tensors(item)
 
 
 def _norm(norm: object) -> BiasedRMSNorm:
