@@ -20,7 +20,7 @@ from torch import Tensor
 
 from benchmarks.ops import attention, attention_arms
 from benchmarks.ops.attention_arms import Foreign
-from benchmarks.ops.gdn import Checks
+from benchmarks.ops.machine import Checks
 from benchmarks.ops.pack_others import trim
 
 # Rounding to bfloat16 of what the stand-ins return.
