@@ -51,8 +51,25 @@ void expect_rows(const Tensor& tensor, const char* name) {
 #ifdef WEAVER_EMULATE
 struct Target {
     explicit Target(const Tensor&) {}
-    template <typename Kernel>
-    void prepare(Kernel, uint32_t) const {}
+    template <typename C, typename Kernel>
+    void prepare(Kernel, const gdn::Layout<C>& at) const {
+        emulator::regions() = {{"state", at.state},
+                               {"k", at.k},
+                               {"q", at.q},
+                               {"v", at.v},
+                               {"x", at.x},
+                               {"w", at.w},
+                               {"u", at.u},
+                               {"diagonal", at.diagonal},
+                               {"size", at.size},
+                               {"c", at.c},
+                               {"g", at.g},
+                               {"beta", at.beta},
+                               {"k_row", at.k_row},
+                               {"q_row", at.q_row},
+                               {"k_column", at.k_column},
+                               {"words", at.words}};
+    }
     void check() const {}
     void* stream = nullptr;
 };
@@ -70,10 +87,10 @@ struct Target {
     ~Target() {
         if (before != device) cudaSetDevice(before);
     }
-    template <typename Kernel>
-    void prepare(Kernel kernel, uint32_t shared_bytes) const {
+    template <typename C, typename Kernel>
+    void prepare(Kernel kernel, const gdn::Layout<C>& at) const {
         const cudaError_t error = cudaFuncSetAttribute(
-            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes));
+            kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(at.total));
         STD_TORCH_CHECK(error == cudaSuccess, "gdn_tree_verify: ", cudaGetErrorString(error));
     }
     void check() const {
@@ -88,11 +105,11 @@ struct Target {
 template <typename C>
 void launch(Params params, int64_t requests, const Target& target) {
     params.passes = (params.T + C::ROWS - 1) / C::ROWS;
-    const uint32_t shared_bytes = gdn::Layout<C>(params.passes).total;
-    target.prepare(gdn::tree_verify<C>, shared_bytes);
+    const gdn::Layout<C> at(params.passes);
+    target.prepare(gdn::tree_verify<C>, at);
     const int slices = params.V / C::BV, heads = params.HV;
     WEAVER_LAUNCH(gdn::tree_verify<C>, slices, heads, static_cast<int>(requests), C::THREADS,
-                  shared_bytes, target.stream, params);
+                  at.total, target.stream, params);
     target.check();
 }
 
@@ -248,14 +265,17 @@ constexpr const char* SCHEMA =
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_weaver_emulator, m) {
     m.def(SCHEMA);
     m.def("set_order(int order) -> ()");
+    m.def("find_races(bool on) -> ()");
 }
 STABLE_TORCH_LIBRARY_IMPL(vllm_weaver_emulator, CPU, m) {
     m.impl("gdn_tree_verify", TORCH_BOX(&tree_verify));
 }
 
 void set_order(int64_t order) { emulator::launch_order() = static_cast<unsigned>(order); }
+void find_races(bool on) { emulator::launch_races() = on; }
 STABLE_TORCH_LIBRARY_IMPL(vllm_weaver_emulator, CompositeExplicitAutograd, m) {
     m.impl("set_order", TORCH_BOX(&set_order));
+    m.impl("find_races", TORCH_BOX(&find_races));
 }
 #else
 STABLE_TORCH_LIBRARY_FRAGMENT(vllm_weaver, m) { m.def(SCHEMA); }

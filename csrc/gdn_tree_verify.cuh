@@ -509,7 +509,7 @@ class Verify {
     WEAVER_DEVICE uint32_t u_offset(int tile) const {
         return at_.u + ((pair_ * passes_ * C::TILES + tile) * 32 + lane_) * 16;
     }
-    WEAVER_DEVICE float& size(int pass, int half) const {
+    WEAVER_DEVICE ptx::Shared<float> size(int pass, int half) const {
         return ptx::shared<float>(at_.size +
                                   (pass * C::BV + pair_ * 16 + half * 8 + lane_ / 4) * 4);
     }

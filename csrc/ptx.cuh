@@ -48,7 +48,9 @@ WEAVER_DEVICE float shuffle_xor(float x, int lanes) {
 
 // Dynamic shared memory by byte offset.
 template <typename T>
-WEAVER_DEVICE T& shared(uint32_t offset) {
+using Shared = T&;
+template <typename T>
+WEAVER_DEVICE Shared<T> shared(uint32_t offset) {
     return *reinterpret_cast<T*>(dynamic_shared + offset);
 }
 WEAVER_DEVICE uint32_t shared_address(uint32_t offset) {

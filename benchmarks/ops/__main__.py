@@ -74,7 +74,7 @@ PARTS: Mapping[str, Part] = {
         40,
     ),
     "memcheck": Part(watched("memcheck"), 90),
-    "racecheck": Part(watched("racecheck"), 90),
+    "racecheck": Part(watched("racecheck"), 90, 60),
     "step": Part(module(BENCH + "step", "--quick", "--out", "{out}"), 60, 30),
     "noise": Part(module(BENCH + "noise", "--quick", "--out", "{out}"), 60, 4),
     "propose": Part(module(BENCH + "propose", "--out", "{out}"), 60, 30),

@@ -31,6 +31,7 @@ struct alignas(16) uint4 {
 namespace ptx {
 
 using emulator::Block;
+using emulator::Place;
 using emulator::WARP;
 
 inline unsigned thread() { return Block::current()->thread().index; }
@@ -47,19 +48,44 @@ inline void named_arrive() {
     Block::current()->barrier(ID, COUNT, false);
 }
 
+// What stands for a reference: reads and writes of it are told apart.
 template <typename T>
-inline T& shared(uint32_t offset) {
-    return *reinterpret_cast<T*>(Block::current()->shared(offset, sizeof(T)));
+class Shared {
+ public:
+    Shared(uint32_t offset, Place place) : offset_(offset), place_(place) {}
+    operator T() const {
+        Block& block = *Block::current();
+        const T value = *reinterpret_cast<const T*>(block.shared(offset_, sizeof(T)));
+        if (block.races()) block.races()->read(thread(), offset_, sizeof(T), place_);
+        return value;
+    }
+    void operator=(const T& value) const {
+        Block& block = *Block::current();
+        *reinterpret_cast<T*>(block.shared(offset_, sizeof(T))) = value;
+        if (block.races()) block.races()->write(thread(), offset_, sizeof(T), place_);
+    }
+
+ private:
+    uint32_t offset_;
+    Place place_;
+};
+template <typename T>
+inline Shared<T> shared(uint32_t offset, Place place = Place::here()) {
+    return {offset, place};
 }
 
 inline uint32_t load_bits(const void* source, bool wide) {
     return wide ? *static_cast<const uint32_t*>(source) : *static_cast<const uint16_t*>(source);
 }
 
-inline void copy_async(uint32_t offset, const void* source, bool live) {
-    auto& copies = Block::current()->thread().copies;
+inline void copy_async(uint32_t offset, const void* source, bool live,
+                       Place place = Place::here()) {
+    Block& block = *Block::current();
+    auto& copies = block.thread().copies;
     if (copies.empty()) copies.emplace_back();
     copies.back().push_back({offset, source, live});
+    block.shared(offset, 16);
+    if (block.races()) block.races()->begin_copy(thread(), offset, 16, place);
 }
 inline void copy_commit() {
     auto& copies = Block::current()->thread().copies;
@@ -69,14 +95,16 @@ inline void copy_commit() {
 // Copies are made as late as allowed, so that a missing wait shows.
 template <int PENDING>
 inline void copy_wait() {
-    auto& copies = Block::current()->thread().copies;
+    Block& block = *Block::current();
+    auto& copies = block.thread().copies;
     for (int group = 0; group + 1 + PENDING < static_cast<int>(copies.size()); ++group) {
         for (const auto& copy : copies[group]) {
-            unsigned char* target = Block::current()->shared(copy.offset, 16);
+            unsigned char* target = block.shared(copy.offset, 16);
             if (copy.live)
                 std::memcpy(target, copy.source, 16);
             else
                 std::memset(target, 0, 16);
+            if (block.races()) block.races()->end_copy(thread(), copy.offset, 16);
         }
         copies[group].clear();
     }
@@ -137,9 +165,7 @@ inline float divide_approximate(float x, float y) { return x / y; }
 inline float logarithm(float x) { return std::log(x); }
 inline float log2_approximate(float x) { return std::log2(x); }
 
-inline void warp_sync() {
-    Block::current()->collective([](void* const*) {}, nullptr);
-}
+inline void warp_sync() { Block::current()->warp_sync(); }
 
 inline float shuffle_xor(float x, int lanes) {
     struct Call {
@@ -160,16 +186,24 @@ inline float shuffle_xor(float x, int lanes) {
 struct Matrices {
     uint32_t* registers;
     uint32_t offset;
+    Place place;
 };
 
 // Element (row, column) of matrix `m`, as halves in shared memory and in a lane's registers.
 template <bool STORE, bool TRANSPOSED>
 inline void move_matrices(void* const* all) {
     auto call = [all](int lane) -> Matrices& { return *static_cast<Matrices*>(all[lane]); };
+    Block& block = *Block::current();
+    const int first = block.thread().index / WARP * WARP;
     for (int m = 0; m < 4; ++m)
         for (int row = 0; row < 8; ++row) {
-            auto* line =
-                reinterpret_cast<uint16_t*>(Block::current()->shared(call(m * 8 + row).offset, 16));
+            // A row is of the lane that names it.
+            const Matrices& named = call(m * 8 + row);
+            auto* line = reinterpret_cast<uint16_t*>(block.shared(named.offset, 16));
+            if (block.races() && STORE)
+                block.races()->write(first + m * 8 + row, named.offset, 16, named.place);
+            else if (block.races())
+                block.races()->read(first + m * 8 + row, named.offset, 16, named.place);
             for (int column = 0; column < 8; ++column) {
                 const int i = TRANSPOSED ? column : row, j = TRANSPOSED ? row : column;
                 auto* half = reinterpret_cast<uint16_t*>(&call(i * 4 + j / 2).registers[m]) + j % 2;
@@ -180,17 +214,19 @@ inline void move_matrices(void* const* all) {
             }
         }
 }
-inline void load_matrices(uint32_t (&r)[4], uint32_t offset) {
-    Matrices call{r, offset};
+inline void load_matrices(uint32_t (&r)[4], uint32_t offset, Place place = Place::here()) {
+    Matrices call{r, offset, place};
     Block::current()->collective(move_matrices<false, false>, &call);
 }
-inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t offset) {
-    Matrices call{r, offset};
+inline void load_matrices_transposed(uint32_t (&r)[4], uint32_t offset,
+                                     Place place = Place::here()) {
+    Matrices call{r, offset, place};
     Block::current()->collective(move_matrices<false, true>, &call);
 }
-inline void store_matrices_transposed(uint32_t offset, const uint32_t (&r)[4]) {
+inline void store_matrices_transposed(uint32_t offset, const uint32_t (&r)[4],
+                                      Place place = Place::here()) {
     uint32_t copy[4] = {r[0], r[1], r[2], r[3]};
-    Matrices call{copy, offset};
+    Matrices call{copy, offset, place};
     Block::current()->collective(move_matrices<true, true>, &call);
 }
 

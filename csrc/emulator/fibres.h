@@ -5,19 +5,23 @@
 // One thread runs at a time, so results are deterministic. Which warp runs next is the order's
 // choice: with a barrier missing, some order lets a reader run before its writer, and results
 // differ or are NaN, since shared memory starts as NaN. Reported as errors are accesses outside
-// shared memory or misaligned, lanes of a warp that meet in different operations, and deadlocks.
-// The header knows no kernel and none of the GPU's instructions but barriers.
+// shared memory or misaligned, lanes of a warp that meet in different operations, and deadlocks;
+// on demand also accesses that nothing orders (races.h). The header knows no kernel and none of the
+// GPU's instructions but barriers.
 #pragma once
 
 #include <algorithm>
 #include <csetjmp>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <random>
 #include <stdexcept>
 #include <string>
 #include <ucontext.h>
 #include <vector>
+
+#include "races.h"
 
 namespace emulator {
 
@@ -56,20 +60,22 @@ struct Thread {
 struct Barrier {
     int arrived = 0;
     int expected = 0;
+    Races::Clock clock;
 };
 
 class Block {
  public:
     // `order`: 0 runs warps from first to last, 1 from last to first, else it seeds a random
-    // choice.
-    Block(int x, int y, int z, int threads, size_t shared_bytes, unsigned order,
+    // choice. `races`: whether to look for them.
+    Block(int x, int y, int z, int threads, size_t shared_bytes, unsigned order, bool races,
           const std::function<void()>& body)
         : index_{x, y, z},
           order_(order),
           random_(order),
           body_(body),
           shared_(shared_bytes, 0xff),
-          threads_(threads) {
+          threads_(threads),
+          races_(races ? std::make_unique<Races>(threads, shared_bytes) : nullptr) {
         stacks().resize(std::max(stacks().size(), threads * STACK_BYTES));
         for (int i = 0; i < threads; ++i) threads_[i].index = i;
     }
@@ -82,6 +88,7 @@ class Block {
         for (const Barrier& barrier : barriers_)
             if (barrier.arrived != 0)
                 fail("a barrier is left with " + std::to_string(barrier.arrived) + " arrivals");
+        if (races_ && !races_->found().empty()) fail(races_->found());
     }
 
     static Block*& current() {
@@ -92,6 +99,8 @@ class Block {
     int index(int axis) const { return index_[axis]; }
     int threads() const { return static_cast<int>(threads_.size()); }
     Thread& thread() { return *running_; }
+    // None unless they are looked for.
+    Races* races() { return races_.get(); }
 
     unsigned char* shared(uint32_t offset, size_t bytes) {
         if (offset % bytes != 0)
@@ -106,16 +115,35 @@ class Block {
         wait(Thread::COLLECTIVE);
     }
 
+    // All lanes of the warp wait for each other; what they did is ordered before what they do next.
+    void warp_sync() {
+        collective(
+            [](void* const*) {
+                Block& block = *current();
+                if (!block.races_) return;
+                Races::Clock clock;
+                const int first = block.running_->index / WARP * WARP;
+                for (int lane = 0; lane < WARP; ++lane) block.races_->release(first + lane, clock);
+                for (int lane = 0; lane < WARP; ++lane) block.races_->follow(first + lane, clock);
+            },
+            nullptr);
+    }
+
     void barrier(int id, int count, bool waits) {
         Barrier& barrier = barriers_[id];
         if (barrier.arrived != 0 && barrier.expected != count)
             stop("threads disagree on the count of barrier", id);
         barrier.expected = count;
+        if (races_) races_->release(running_->index, barrier.clock);
         if (++barrier.arrived == count) {
             barrier.arrived = 0;
             for (Thread& thread : threads_)
-                if (thread.state == Thread::BARRIER && thread.barrier == id)
+                if (thread.state == Thread::BARRIER && thread.barrier == id) {
                     thread.state = Thread::READY;
+                    if (races_) races_->follow(thread.index, barrier.clock);
+                }
+            if (races_ && waits) races_->follow(running_->index, barrier.clock);
+            barrier.clock.clear();
         } else if (waits) {
             running_->barrier = id;
             wait(Thread::BARRIER);
@@ -225,6 +253,7 @@ class Block {
     const std::function<void()>& body_;
     std::vector<unsigned char> shared_;
     std::vector<Thread> threads_;
+    std::unique_ptr<Races> races_;
     Barrier barriers_[BARRIERS];
     Thread* running_ = nullptr;
     jmp_buf scheduler_;
@@ -236,12 +265,17 @@ inline unsigned& launch_order() {
     return order;
 }
 
+inline bool& launch_races() {
+    static bool races = false;
+    return races;
+}
+
 inline void launch(int x, int y, int z, int threads, size_t shared_bytes,
                    const std::function<void()>& body) {
     for (int k = 0; k < z; ++k)
         for (int j = 0; j < y; ++j)
             for (int i = 0; i < x; ++i)
-                Block(i, j, k, threads, shared_bytes, launch_order(), body).run();
+                Block(i, j, k, threads, shared_bytes, launch_order(), launch_races(), body).run();
 }
 
 }  // namespace emulator

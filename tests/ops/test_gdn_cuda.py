@@ -2,7 +2,8 @@
 """The CUDA backend of tree verification against Transformers' recurrence, path by path, float64.
 
 Every test runs the kernel's source on emulated threads, compiled with g++; with a GPU and the
-full library built, also there. The emulator's own checks are tested with kernels that are wrong.
+full library built, also there. The emulator's own checks are tested with kernels that are wrong,
+and find no two accesses of the kernel to shared memory that nothing orders.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ def emulated_ops(machine: Machine) -> Iterator[Any]:
     ops = load(emulated=True)
     yield ops
     ops.set_order(0)
+    ops.find_races(False)
 
 
 def assert_outputs_match(case: Case, out: Tensor, tolerance: float | None = None) -> None:
@@ -393,6 +395,34 @@ def test_the_order_of_warps_changes_no_bit(machine: Machine, emulated_ops: Any) 
         emulated_ops.set_order(0)
 
 
+@pytest.mark.parametrize("form", cuda.FORMS, ids=str)
+def test_barriers_order_all_accesses_to_shared_memory(
+    machine: Machine, emulated_ops: Any, form: cuda.Form
+) -> None:
+    emulated_ops.find_races(True)
+    rows = 16 * form.tiles
+    trees = [oracles.random_tree(GEN, rows - 3)]
+    case = make_case(trees, dtype=BF16, heads=(1, 1), dim=128, num_rows=rows)
+    out, _ = cuda.tree_verify(
+        *(*case.rows, case.state, case.slots, case.num_nodes),
+        ancestor_words(case.parents, case.num_nodes),
+        *(128**-0.5, True),
+        form=form,
+    )
+    assert_outputs_match(case, out)
+
+
+@pytest.mark.parametrize("size,num_rows", [(70, 90), (250, 256), (3, 140)])
+def test_barriers_order_all_accesses_of_several_passes(
+    machine: Machine, emulated_ops: Any, size: int, num_rows: int
+) -> None:
+    """Passes of 64 rows; the stash's rows are written, too."""
+    emulated_ops.find_races(True)
+    trees = [oracles.random_tree(GEN, size)]
+    case = make_case(trees, dtype=BF16, heads=(1, 1), dim=128, num_rows=num_rows)
+    assert_outputs_match(case, machine.verify(case)[0])
+
+
 def test_what_the_kernel_cannot_take_is_refused(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -420,18 +450,27 @@ def test_what_the_kernel_cannot_take_is_refused(
 # ---- The emulator and the build.
 
 
-@pytest.fixture(scope="module")
-def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A program with one wrong kernel for each of its arguments."""
+def emulated_program(folder: Path, source: str) -> Path:
     if shutil.which("g++") is None:
         pytest.skip("needs g++")
-    program = tmp_path_factory.mktemp("emulator") / "faults"
-    source = Path(__file__).parent / "emulator_faults.cpp"
     # Checks that some compilers have by default, and that fibres must pass.
     hardened = ["-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=3", "-fstack-protector-strong"]
     command = ["g++", "-std=c++17", "-O1", "-DWEAVER_EMULATE", f"-I{build.SOURCES}", *hardened]
-    subprocess.run([*command, source, "-o", program], check=True)
+    program, path = folder / source.split(".")[0], Path(__file__).parent / source
+    subprocess.run([*command, "-x", "c++", path, "-o", program], check=True)
     return program
+
+
+@pytest.fixture(scope="module")
+def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program with one wrong kernel for each of its arguments."""
+    return emulated_program(tmp_path_factory.mktemp("emulator"), "emulator_faults.cpp")
+
+
+@pytest.fixture(scope="module")
+def orderings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program that orders accesses in a way of its first argument; with a second one it fails."""
+    return emulated_program(tmp_path_factory.mktemp("emulator"), "orderings.cu")
 
 
 @pytest.mark.parametrize(
@@ -453,6 +492,37 @@ def faults(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_emulator_shows_wrong_kernels(faults: Path, fault: str, says: str) -> None:
     done = subprocess.run([faults, fault], capture_output=True, text=True, check=True)
     assert done.stdout.startswith(says)
+
+
+RACES = {
+    "block": ("write after read at numbers + 128", "read after write at numbers + 0"),
+    "warp": ("read after write at matrices + 16",),
+    "arrive_all": ("write after read at numbers + 256",),
+    "arrive_pair": ("read after write at numbers + 0",),
+    "read_pair": ("read after write at numbers + 384", "write after read at numbers + 256"),
+    "write_pair": ("write after write at numbers + 0",),
+    "copy": ("read after write at copies + 1520",),
+    "copy_barrier": ("write after read at copies + 512", "read after write at copies + 0"),
+}
+"""By what orders two accesses: what the emulator finds without it, the first warps first."""
+
+
+@pytest.mark.parametrize("name", RACES)
+def test_the_emulator_finds_what_nothing_orders(orderings: Path, name: str) -> None:
+    def said(*arguments: str) -> str:
+        done = subprocess.run([orderings, name, *arguments], capture_output=True, text=True)
+        assert done.returncode == 0, done
+        return done.stdout
+
+    assert said() == f"{name}: no race\n"
+    lines = said("wrong").removeprefix(f"{name}: emulator, block 0 0 0: ").splitlines()
+    assert len(lines) == len(RACES[name])
+    for line, expected in zip(lines, RACES[name], strict=True):
+        assert line.startswith(f"race, {expected}: thread ")
+        assert re.search(
+            r"at orderings\.cu:\d+, nothing orders it after thread \d+ at orderings\.cu:\d+", line
+        )
+        assert ("a copy not waited for" in line) == (name == "copy")
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -609,7 +679,8 @@ def test_raw_rows_go_through_the_convolution_and_leave_their_gates(
         assert rms_ratio(out[r, live].cpu(), expected[r, live].cpu()) < 2 * NARROW[BF16]
         torch.testing.assert_close(stash.g_RTH[r, live], g[r, live], rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(stash.beta_RTH[r, live], beta[r, live], rtol=1e-4, atol=1e-5)
-    assert stash.backend == "triton" and torch.equal(stash.conv.x, x)
+        assert torch.equal(stash.conv.x[r, live], x[r, live])
+    assert stash.backend == "triton"
 
 
 def test_raw_rows_know_two_backends() -> None:

@@ -74,12 +74,12 @@ def causal_conv1d_tree(
     bias           [C]                float  in      added before the activation; None: none
     table          [R, T, W - 1]      int32  in      `conv_table(parents, num_nodes, W)`, shared by
                                                      the layers of a step; None: made here
-    y (`out`)      [R, T, C]          x's    out     activated rows; zeros past `num_nodes`. None:
-                                                     made here
-    stash          opaque                    out     for `conv_commit`; a copy of the raw rows. If
-                                                     one of an earlier call with the same shapes is
-                                                     given, it is overwritten (the reference makes a
-                                                     new one anyway)
+    y (`out`)      [R, T, C]          x's    out     activated rows; zeros past `num_nodes`. Not x
+                                                     itself. None: made here
+    stash          opaque                    out     for `conv_commit`; a copy of the live nodes'
+                                                     raw rows. If one of an earlier call with the
+                                                     same shapes is given, it is overwritten (the
+                                                     reference makes a new one anyway)
     =============  =================  =====  ======  ===============================================
 
     With `out`, `stash` and `table` given, the "triton" backend, for GPUs, allocates

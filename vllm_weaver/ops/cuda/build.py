@@ -93,7 +93,7 @@ def compile_command(target: Path, kind: str, flags: Sequence[str] = ()) -> list[
         return [compiler, *options, *common, "-x", "c++", str(SOURCE), *libraries]
     options = [
         *(["-DWEAVER_QUICK"] if kind == "quick" else []),
-        *("-O3", "-Xcompiler", "-fPIC", "-split-compile", "0"),
+        *("-O3", "-lineinfo", "-Xcompiler", "-fPIC", "-split-compile", "0"),
         *("-gencode", f"arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"),
     ]
     return [find_nvcc(), *options, *common, str(SOURCE), *libraries]
