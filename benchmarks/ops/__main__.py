@@ -79,7 +79,6 @@ PARTS: Mapping[str, Part] = {
     "noise": Part(module(BENCH + "noise", "--quick", "--out", "{out}"), 60, 4),
     "propose": Part(module(BENCH + "propose", "--out", "{out}"), 60, 30),
     "weave": Part(module(BENCH + "weave", "--quick", "--out", "{out}"), 90, 40),
-    "spine": Part(module(BENCH + "weave", "--spine", "--out", "{out}"), 60, 20),
     "commit": Part(module(BENCH + "gdn_commit", "--batches", "1,16", "--out", "{out}"), 90, 40),
     "attention": Part(module(BENCH + "attention", "--fp8", "--out", "{out}"), 120, 40),
     "gdn": Part(module(BENCH + "gdn", "--cuda", "--out", "{out}"), 150, 60),

@@ -3,7 +3,6 @@
 
     python -m benchmarks.ops.weave [--quick] [--out FILE]
     python -m benchmarks.ops.weave --tune [--out FILE]      # see weave_tune.py
-    python -m benchmarks.ops.weave --spine [--out FILE]     # rounds and spine at R = 1, B = 63
     python -m benchmarks.ops.weave --interpret
 
 Shapes are the published adapter's at Qwen3.6-27B's width and vocabulary, weights and states are
@@ -13,9 +12,9 @@ they come from memory. What fails its check is not timed, and the run ends with 
 a table.
 
 Checks: pools against the definition, entry by entry, on hard rows; trees in float32 at a small size
-against `build_weaver_tree` and `build_spine_tree`, row by row; trees at full size, by the sum of
-their path probabilities under the definition, which must be within 5 % of the definition's own
-tree's; equal bits in every repetition. `--interpret` runs those that fit, at toy sizes, on a CPU.
+against `build_weaver_tree`, row by row; trees at full size, by the sum of their path probabilities
+under the definition, which must be within 5 % of the definition's own tree's; equal bits in every
+repetition. `--interpret` runs those that fit, at toy sizes, on a CPU.
 """
 
 from __future__ import annotations
@@ -38,13 +37,8 @@ from vllm_weaver.adapter import AdapterTables, WeaverAdapter, WeaverConfig
 from vllm_weaver.adapter.tiling import Tiling, choose_tiling, linear_scratch
 from vllm_weaver.adapter.triton import INTERPRETED, launch_linear
 from vllm_weaver.ops import top_pool
-from vllm_weaver.tree import (
-    DraftTree,
-    SpineShape,
-    build_spine_tree,
-    build_weaver_tree,
-    spine_of,
-)
+from vllm_weaver.tree import DraftTree, build_weaver_tree
+from vllm_weaver.tree.rank_triton import rank_rows
 from vllm_weaver.weave import TreeWeaver
 from vllm_weaver.weave.arguments import ByDepth
 from vllm_weaver.weave.weaver import can_overlap
@@ -131,18 +125,13 @@ class Step:
     def weave(self, weaver: TreeWeaver, nodes: int | None = None) -> DraftTree:
         return weaver.build(self.verified, self.hidden, *self.pools, self.roots, nodes=nodes)
 
-    def define(
-        self, budget: int, tables: AdapterTables | None = None, spine: bool = False
-    ) -> DraftTree:
+    def define(self, budget: int, tables: AdapterTables | None = None) -> DraftTree:
         """The same trees by the plain path."""
         matrices = (self.embed, self.lm_head) if tables is None else (None, None)
-        shape, depth = SpineShape.of(budget), self.shape.depth
-        rows = shape.rows(depth) if spine else budget + 1
         scorer = self.adapter.begin(
-            *(self.verified, self.hidden, *self.pools, *matrices, rows), tables=tables
+            *(self.verified, self.hidden, *self.pools, *matrices, budget + 1),
+            tables=tables,
         )
-        if spine:
-            return build_spine_tree(scorer, self.roots, spine_of(*self.pools), budget, depth)
         return build_weaver_tree(scorer, self.roots, budget, self.shape.depth, full_pools=True)
 
     def worth(self, tree: DraftTree) -> Tensor:
@@ -201,10 +190,9 @@ def check_pools(checks: Checks, shape: Shape, device: str) -> None:
 def check_small_trees(checks: Checks, device: str, small: Shape) -> None:
     """Float32 trees, row by row; the definition runs on the CPU."""
     cases = (("v1", 2, 63, False), ("v2", 3, 31, True)) if device == "cuda" else ()
-    both = (*cases, ("v1", 1, 6, True))
-    for variant, R, budget, tables, spine in ((*x, y) for y in (False, True) for x in both):
+    for variant, R, budget, tables in (*cases, ("v1", 1, 6, True)):
         step = Step(small, R, "cpu", torch.float32, variant)
-        expected = step.define(budget, spine=spine)
+        expected = step.define(budget)
         on_device = Step(small, R, device, torch.float32, variant)
         for name, value in vars(step).items():
             if isinstance(value, Tensor):
@@ -212,10 +200,9 @@ def check_small_trees(checks: Checks, device: str, small: Shape) -> None:
         on_device.adapter.load_state_dict(step.adapter.state_dict())
         on_device.pools = tuple(x.to(device) for x in step.pools)  # type: ignore[assignment]
         made = on_device.adapter.precompute(on_device.embed, on_device.lm_head)
-        weaver = on_device.weaver(budget, made if tables else None, spine=spine)
+        weaver = on_device.weaver(budget, made if tables else None)
         same = same_trees(on_device.weave(weaver), expected)
-        name = f"float32 {'spine ' * spine}trees, {variant}, R={R}, B={budget}, tables={tables}"
-        checks.note(name, same, same)
+        checks.note(f"float32 trees, {variant}, R={R}, B={budget}, tables={tables}", same, same)
 
 
 @dataclass(frozen=True)
@@ -237,7 +224,6 @@ class Form:
 def forms_of(overlap: bool) -> list[Form]:
     """The package's own, and without the overlap that it has by default."""
     forms = [Form("raw", False), Form("tables", True)]
-    forms.append(Form("spine", True, {"spine": True}))
     if overlap:
         forms.append(Form("tables, no overlap", True, {"overlap": False}, True))
     return forms
@@ -248,13 +234,9 @@ def check_full_trees(
 ) -> list[Form]:
     """The forms that hold."""
     few = min(15, budget)
-    worth = {
-        spine: [step.worth(step.define(nodes, spine=spine)) for nodes in (budget, few)]
-        for spine in {bool(form.options.get("spine")) for form in forms}
-    }
+    expected, expected_few = (step.worth(step.define(nodes)) for nodes in (budget, few))
     good = []
     for form in forms:
-        expected, expected_few = worth[bool(form.options.get("spine"))]
         label = f"R={step.R}, B={budget}, {form.name}"
         try:
             weaver = form.weaver(step, budget, tables)
@@ -352,12 +334,12 @@ def bench_weave(
         weaver = form.weaver(step, budget, tables)
 
         def prefix(weaver: TreeWeaver = weaver) -> None:
-            weaver._start(R, hidden, weaver.groups_for(budget)[0])
+            weaver._start(R, hidden, weaver.width)
             weaver._run_prefix(R)
 
         def node_steps(weaver: TreeWeaver = weaver) -> None:
-            for group in weaver.groups_for(budget):
-                weaver._run_nodes(R, group)
+            for _ in range(weaver.rounds):
+                weaver._run_nodes(R, weaver.width)
 
         def build(weaver: TreeWeaver = weaver) -> None:
             step.weave(weaver)
@@ -380,7 +362,7 @@ def bench_weave(
         bench_round(bench, step, weaver, name, pools)
 
         def rank(weaver: TreeWeaver = weaver) -> None:
-            weaver._rank(R, budget)
+            rank_rows(weaver._row_scores, weaver._tree, weaver._ranked, R)
 
         bench.time("rank rows", name, R, budget, [rank])
     if plain:
@@ -391,23 +373,21 @@ def bench_weave(
 def bench_round(
     bench: Bench, step: Step, weaver: TreeWeaver, name: str, pools: tuple[Tensor, Tensor]
 ) -> float | None:
-    """The launches of the second round: scores alone, growth alone, and both; returns the last.
+    """The launches of one round: scores alone, growth alone, and both; returns the last.
 
     A ticket that never comes up keeps growth away; entries without a node have nothing to score.
     """
-    R, B = step.R, weaver.budget
-    G = weaver.groups_for(B)[1]
+    R, B, G = step.R, weaver.budget, weaver.width
     query, squares = weaver._run_nodes(R, G)
     candidates = [ByDepth.of(x) for x in pools]
     nodes = torch.arange(R * G, device=step.device) % G
 
     def launch() -> None:
-        weaver._score_and_grow(R, 1, query, squares, *candidates, None, nodes=B)
+        weaver._score_and_grow(R, 0, query, squares, *candidates, None, width=G, nodes=B)
 
     def prepare(live: bool, ticket: int) -> None:
-        node, depth, _ = weaver._own(1)
-        node[: R * G] = nodes if live else nodes - G
-        depth[: R * G] = nodes * 3 % step.shape.depth
+        weaver._entries.node.copy_(nodes if live else nodes - G)
+        weaver._entries.depth.copy_(nodes * 3 % step.shape.depth)
         weaver._request_ticket.fill_(ticket)
 
     calls = [launch] * 16
@@ -545,9 +525,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", default="benchmarks/results/ops-weave.json")
     parser.add_argument("--quick", action="store_true", help="R = 1 and 16, B = 63, fewer replays")
-    parser.add_argument(
-        "--spine", action="store_true", help="R = 1, B = 63: rounds and spine alone"
-    )
     parser.add_argument("--tune", action="store_true", help="time launch shapes, and no more")
     parser.add_argument("--interpret", action="store_true", help="checks alone, on a CPU")
     parser.add_argument("--compile-workers", type=int, default=14)
@@ -560,7 +537,7 @@ def main() -> None:
         raise SystemExit("benchmarks.ops.weave needs a GPU, or --interpret for its checks alone")
     started = time.perf_counter()
     overlap = can_overlap(torch.device(DEVICE))
-    checks, bench = Checks(), Bench(15 if args.quick or args.tune or args.spine else 31)
+    checks, bench = Checks(), Bench(15 if args.quick or args.tune else 31)
     with multiprocessing.get_context("spawn").Pool(args.compile_workers) as workers:
         if args.tune:
             from benchmarks.ops.weave_tune import tune
@@ -568,19 +545,16 @@ def main() -> None:
             found = tune(checks, bench, workers, overlap)
             write_report(args.out, started, checks, bench, found=found)
             return
-        batches = (1,) if args.spine else (1, 16) if args.quick else (1, 4, 16)
-        budgets = (63,) if args.quick or args.spine else (15, 31, 63, 127)
+        batches = (1, 16) if args.quick else (1, 4, 16)
+        budgets = (63,) if args.quick else (15, 31, 63, 127)
         forms = forms_of(overlap)
-        if args.spine:
-            forms = [form for form in forms if form.name in ("tables", "spine")]
         tasks: list[tuple[str, int, int, list[Form]]] = [("pool", 1, 0, [])]
         for budget in reversed(budgets):
             tasks += [("weave", R, budget, [form]) for R in batches for form in forms]
         workers.map(compile_part, tasks, chunksize=1)
     print(f"{len(tasks)} parts compiled in {time.perf_counter() - started:.0f} s", flush=True)
 
-    if not args.spine:
-        check_pools(checks, FULL, "cuda")
+    check_pools(checks, FULL, "cuda")
     check_small_trees(checks, "cuda", SMALL)
     for R in batches:
         step = Step(FULL, R, "cuda", torch.bfloat16)
@@ -588,14 +562,13 @@ def main() -> None:
         good = {b: check_full_trees(checks, step, tables, b, forms) for b in budgets}
         if checks.failed:
             break
-        if not args.spine:
-            bench_pools(bench, step)
+        bench_pools(bench, step)
         for budget in budgets:
-            plain = budget == 63 and (R == 1 or not args.quick) and not args.spine
+            plain = budget == 63 and (R == 1 or not args.quick)
             bench_weave(bench, step, tables, budget, good[budget], plain)
         del step, tables
         torch.cuda.empty_cache()
-    if not checks.failed and not args.spine:
+    if not checks.failed:
         for rows in (4, 64):
             bench_linears(bench, FULL, rows)
     write_report(args.out, started, checks, bench)

@@ -108,11 +108,6 @@ def _base(name: str) -> str:
     return next(iter(LONG if name in LONG else VARIANTS))
 
 
-# Rounds after the first, lines of a round, nodes of a line.
-SPINES = ((2, 8, 2), (4, 8, 1), (4, 8, 2), (4, 4, 4), (4, 8, 4), (5, 8, 2), (6, 8, 1), (6, 4, 4),
-          (6, 8, 2))  # fmt: skip
-
-
 def main_arms(temperature: int) -> dict[str, Arm]:
     """Every budget; at temperature 1 also with the target's own noise."""
     found = {}
@@ -141,18 +136,8 @@ def setting_arms(temperature: int, most_pool: int) -> dict[str, Arm]:
     found |= {f"ddtree, heat {h}": Arm("ddtree", heat=h) for h in (0.55, 0.7, 0.85, 1.2)}
     found["grow and prune"] = changed(kind="grown")
     found["grow and prune, 8 rounds of 16"] = changed(kind="grown", rounds=8, width=16)
-    found |= {
-        f"spine, {n} rounds of {w} x {line}": changed(kind="spine", rounds=n, width=w, line=line)
-        for n, w, line in SPINES
-    }
     if temperature:
         found["shared noise"] = changed(shared=True)
-        found |= {
-            f"shared noise, spine, {n} rounds of 8 x 2": changed(
-                kind="spine", rounds=n, shared=True
-            )
-            for n in (4, 5, 6)
-        }
         found |= {
             f"shared noise, heat {h}": changed(shared=True, heat=h) for h in (0.4, 0.55, 0.7, 0.85)
         }

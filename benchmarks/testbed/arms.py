@@ -18,17 +18,7 @@ import torch
 from torch import Tensor
 
 from vllm_weaver.adapter import AdapterTables, TreeScorer, WeaverAdapter
-from vllm_weaver.tree import (
-    MARGINAL_WEIGHT,
-    DraftTree,
-    SpineShape,
-    accept,
-    build_ddtree,
-    build_grown_tree,
-    build_spine_tree,
-    build_weaver_tree,
-    spine_of,
-)
+from vllm_weaver.tree import DraftTree, accept, build_ddtree, build_grown_tree, build_weaver_tree
 
 from .config import Size
 from .drafter import Drafter
@@ -46,10 +36,9 @@ _BLOCKS_AT_ONCE = {"cpu": 512, "cuda": 2048}
 class Arm:
     """One way to draft.
 
-    `kind` is "chain", "ddtree", "weaver", "grown" (grow and prune), "spine" or "weaver_chain";
-    `width`, `rounds` and `line` (of a spine tree) are None for the builder's own; `pool` cuts the
-    candidates; scores are divided by `heat` before they are normalised; `shared` adds the noise
-    that the target draws with.
+    `kind` is "chain", "ddtree", "weaver", "grown" (grow and prune) or "weaver_chain"; `width` is
+    None for the builder's own; `pool` cuts the candidates; scores are divided by `heat` before
+    they are normalised; `shared` adds the noise that the target draws with.
     """
 
     kind: str
@@ -57,7 +46,6 @@ class Arm:
     children: int = 8
     width: int | None = None
     rounds: int | None = None
-    line: int | None = None
     pool: int | None = None
     heat: float = 1.0
     shared: bool = False
@@ -223,10 +211,6 @@ def build(
     if arm.kind == "grown":
         width = arm.width or -(-budget // 8)
         rows = max(rows, 1 + ((arm.rounds or depth) - 1) * width)
-    shape = SpineShape.of(budget, arm.width)
-    shape = SpineShape(arm.rounds or shape.rounds, shape.width, arm.line or shape.line)
-    if arm.kind == "spine":
-        rows = shape.rows(depth)
     expand: Any = adapter.begin(
         part.h_ver,
         part.h_draft,
@@ -241,12 +225,6 @@ def build(
         noise = part.noise[..., :pool] if arm.shared and part.noise is not None else None
         assert not arm.shared or noise is not None
         expand = _Rescored(expand, noise, arm.heat)
-    if arm.kind == "spine":
-        ids, scores = part.pool[..., :pool], part.pool_logits[..., :pool]
-        if arm.shared and part.noise is not None:
-            scores = scores + MARGINAL_WEIGHT * part.noise[..., :pool]
-        spine = spine_of(ids, scores)
-        return build_spine_tree(expand, root, spine, budget, depth, shape=shape, children=children)
     if arm.kind == "grown":
         return build_grown_tree(
             expand, root, budget, depth, rounds=arm.rounds, width=arm.width, children=children

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from vllm_weaver.adapter import WeaverAdapter, WeaverConfig
-from vllm_weaver.tree import DraftTree
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +201,6 @@ class Tree:
     parents: Tensor
     tokens: Tensor
     depths: Tensor
-    ancestors: Tensor
 
     def path(self, request: int, node: int) -> list[int]:
         tokens: list[int] = []
@@ -223,9 +221,7 @@ def _random_tree(requests: int, rows: int, max_depth: int, vocab: int, seed: int
             parents[request, node] = open_nodes[pick]
             depths[request, node] = depths[request, open_nodes[pick]] + 1
     tokens = torch.randint(vocab, (requests, rows), generator=generator, dtype=torch.int32)
-    count = torch.full((requests,), rows, dtype=torch.int32)
-    ancestors = DraftTree.from_parents(tokens, parents, count).ancestors
-    return Tree(parents, tokens, depths, ancestors)
+    return Tree(parents, tokens, depths)
 
 
 @pytest.fixture

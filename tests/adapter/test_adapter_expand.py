@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from vllm_weaver.adapter import AdapterError, AdapterTables
-from vllm_weaver.tree import DraftTree, SpineShape, build_spine_tree, build_weaver_tree, spine_of
+from vllm_weaver.tree import build_weaver_tree
 
 SHAPES = [("v1", 1), ("v2", 1), ("v1", 2), ("v2", 2)]
 ROWS = 14
@@ -114,43 +115,20 @@ def test_the_builder_grows_the_same_trees_from_the_scorer_as_from_the_definition
             assert torch.equal(getattr(fast, name), getattr(plain, name)), name
 
 
-@pytest.mark.parametrize(("variant", "num_layers"), SHAPES)
-def test_nodes_expanded_with_those_below_them_score_as_alone(make_case, variant, num_layers):
-    case = make_case(variant, num_layers)
-    roots = torch.tensor([5, 6, 7], dtype=torch.int32)
-    spine = spine_of(case.ids, case.logits)
-    shape = SpineShape(rounds=2, width=3, line=2)
-    lines = case.adapter.begin(*case.step, case.embed, case.lm_head, shape.rows(4))
-    alone = case.adapter.begin(*case.step, case.embed, case.lm_head, shape.rows(4))
-
-    def one_by_one(request_N, node_N, tokens_N, depths_N, tree):
-        found = []
-        for depth in range(4):
-            node = torch.where(depths_N == depth, node_N, -1)
-            found.append(alone(request_N, node, tokens_N, depths_N, tree))
-        at = depths_N.long()[None, :, None].expand(1, -1, found[0][0].shape[1])
-        return tuple(torch.stack(x).gather(0, at)[0] for x in zip(*found, strict=True))
-
-    trees = [
-        build_spine_tree(expand, roots, spine, 12, 4, shape=shape, children=5)
-        for expand in (lines, one_by_one)
-    ]
-    for name in ("tokens", "parents", "depths", "num_nodes", "ancestors"):
-        assert torch.equal(getattr(trees[0], name), getattr(trees[1], name)), name
-
-
 @pytest.mark.parametrize("depth", [1, 15])
 @pytest.mark.parametrize("variant", ["v1", "v2"])
 def test_chains_of_depth_one_and_fifteen(make_case, variant, depth):
     case = make_case(variant, depth=depth, pool=1 if depth == 1 else 3)
     rows = depth + 1
+    chain = torch.arange(-1, depth, dtype=torch.int32).expand(3, -1)
     tokens = torch.randint(40, (3, rows), dtype=torch.int32)
-    chain = DraftTree.chain(tokens[:, 0], tokens[:, 1:])
     scorer = case.adapter.begin(*case.step, case.embed, case.lm_head, rows)
     for node in range(depth):
         request_N = torch.arange(3, dtype=torch.int32)
         level = torch.full((3,), node, dtype=torch.int32)
-        ids, log_probs = scorer(request_N, level, tokens[:, node], level, chain)
+        ids, log_probs = scorer(
+            request_N, level, tokens[:, node], level, SimpleNamespace(parents=chain)
+        )
         expected = case.adapter.score_children(
             *case.step, tokens[:, : node + 1], case.embed, case.lm_head
         )

@@ -25,15 +25,7 @@ from interpreter import (
 from torch import Tensor
 
 from vllm_weaver.adapter import AdapterError, WeaverAdapter, WeaverConfig
-from vllm_weaver.tree import (
-    DraftTree,
-    Sampling,
-    SharedNoise,
-    SpineShape,
-    build_spine_tree,
-    build_weaver_tree,
-    spine_of,
-)
+from vllm_weaver.tree import DraftTree, Sampling, SharedNoise, build_weaver_tree
 
 if CUDA or INTERPRETED:
     from vllm_weaver.weave import TreeWeaver
@@ -56,26 +48,6 @@ def expected_tree(case: Any, roots: Tensor, budget: int, **options: Any) -> Draf
 def adapter_there(case: Any) -> WeaverAdapter:
     """A copy of the case's adapter where the kernels run; the definition's stays on the CPU."""
     return copy.deepcopy(case.adapter).to(DEVICE)
-
-
-def expected_spine_tree(
-    case: Any,
-    roots: Tensor,
-    budget: int,
-    noise: SharedNoise | None = None,
-    expansion_width: int | None = None,
-    **options: Any,
-) -> DraftTree:
-    """The same of a spine tree."""
-    depth, shape = case.adapter.config.depth, SpineShape.of(budget, expansion_width)
-    rows = shape.rows(depth)
-    scorer = case.adapter.begin(*case.step, case.embed, case.lm_head, rows)
-    return build_spine_tree(
-        scorer if noise is None else noise.expanding(scorer),
-        *(roots.clamp(min=0), spine_of(case.ids, case.logits, noise), budget, depth),
-        shape=shape,
-        **options,
-    )
 
 
 def weaver_for(case: Any, budget: int, *, tables: bool = False, **options: Any) -> TreeWeaver:
@@ -162,77 +134,15 @@ def test_trees_are_those_of_the_definition(make_case, name: str) -> None:
     assert weaver.launches == 4 + 5 * (layers - 1) + per_round * weaver.rounds
 
 
-SPINES = {
-    "v1": (dict(variant="v1", requests=1), 5, dict()),
-    "v2": (dict(variant="v2", requests=2), 9, dict(expansion_width=3, children=3)),
-    "two layers, RoPE": (dict(variant="v2", num_layers=2, requests=1), 4, dict(tables=True)),
-    "depth 1": (dict(variant="v1", requests=2, depth=1), 4, dict(tables=True)),
-    "deep and narrow": (
-        dict(variant="v2", requests=1, depth=9),
-        *(12, dict(expansion_width=2, children=1, tables=True)),
-    ),
-    "budget 63": (
-        dict(variant="v1", requests=1, depth=7, pool=12),
-        *(63, dict(children=6, tables=True)),
-    ),
-}
-
-
 @needs_kernel
-@pytest.mark.parametrize("name", SPINES)
-def test_spine_trees_are_those_of_the_definition(make_case, name: str) -> None:
-    kind, budget, options = SPINES[name]
-    case = make_case(**kind, seed=len(name))
-    roots = torch.arange(case.ids.shape[0]) + 3
-    weaver = weaver_for(case, budget, spine=True, **options)
-    actual = build(weaver, case, roots)
-    actual.validate()
-    shape = {k: v for k, v in options.items() if k != "tables"}
-    assert_same(actual, expected_spine_tree(case, roots, budget, **shape))
-    layers = case.adapter.config.num_layers
-    per_round = 1 + 5 * layers + (0 if options.get("tables") else 2)
-    assert weaver.launches == 5 + 5 * (layers - 1) + per_round * 7
-
-
-@needs_kernel
-def test_smaller_spine_trees_are_those_of_a_smaller_budget(make_case) -> None:
-    case = make_case(requests=2, pool=8)
-    roots = torch.tensor([7, 8])
-    weaver = weaver_for(case, 18, spine=True, children=4)
-    for nodes in (18, 1, 9):
-        part = build(weaver, case, roots, nodes)
-        part.validate()
-        assert_same(part, expected_spine_tree(case, roots, nodes, children=4).padded(19))
-
-
-@needs_kernel
-def test_spine_trees_have_no_candidates_that_are_none(make_case) -> None:
-    """Padding, impossible candidates, a depth without any, and an inert request."""
-    case = make_case(requests=3, pool=6)
-    case.ids[0, :, 3:] = -1
-    case.logits[0, :, 3:] = math.nan
-    case.logits[1, :, 2:] = -math.inf
-    case.ids[1, 2] = -1
-    roots = torch.tensor([1, 2, 3])
-    expected = expected_spine_tree(case, roots, 8)
-    case.h_ver[2], case.h_draft[2], case.logits[2] = math.nan, math.nan, math.nan
-    actual = build(weaver_for(case, 8, spine=True), case, torch.tensor([1, 2, -1]))
-    assert_same(actual, expected, slice(0, 2))
-    assert int(actual.num_nodes[1]) < 9 and int(actual.num_nodes[2]) == 0
-    assert not actual.tokens[2].any() and bool((actual.parents[2] == -1).all())
-
-
-@needs_kernel
-@pytest.mark.parametrize("spine", [False, True])
-def test_ties_over_a_large_frontier_with_an_odd_width(make_case, spine: bool) -> None:
+def test_ties_over_a_large_frontier_with_an_odd_width(make_case) -> None:
     """Equal scores everywhere; the frontier has several parts that each give a round's nodes."""
     case = make_case(requests=1, pool=32)
     case.adapter.lm_head_query_in.weight.data.zero_()
     case.logits.fill_(1.0)
     options = dict(expansion_width=3, children=16)
-    actual = build(weaver_for(case, 30, spine=spine, **options), case, torch.tensor([1]))
-    expected = expected_spine_tree if spine else expected_tree
-    assert_same(actual, expected(case, torch.tensor([1]), 30, **options))
+    actual = build(weaver_for(case, 30, **options), case, torch.tensor([1]))
+    assert_same(actual, expected_tree(case, torch.tensor([1]), 30, **options))
 
 
 @needs_kernel
@@ -260,9 +170,6 @@ def test_with_the_samplers_noise_trees_are_those_of_the_definition(make_case, ta
     depth = case.adapter.config.depth
     expected = build_weaver_tree(noise.expanding(scorer), roots, 10, depth, **options)
     assert_same(actual, expected)
-    spines = weaver_for(case, 10, tables=tables, spine=True, **options)
-    actual_spines = spines.build(*(x.to(DEVICE) for x in case.step), roots.to(DEVICE), there)
-    assert_same(actual_spines.to("cpu"), expected_spine_tree(case, roots, 10, noise, **options))
     plain = build(weaver_for(case, 10, tables=tables, **options), case, roots)
     assert_same(plain, actual, slice(0, 1))
     assert not torch.equal(plain.tokens[1:], actual.tokens[1:])

@@ -260,7 +260,7 @@ def test_several_samples_of_one_prompt(plain: Plain, trees_of: TreesOf, target: 
     assert got == want and want[0] != want[1]
 
 
-@pytest.mark.parametrize("proposal", ["weaver", "ddtree", "chain", "weaver-v1", "spine"])
+@pytest.mark.parametrize("proposal", ["weaver", "ddtree", "chain", "weaver-v1"])
 def test_every_proposal_is_verified_exactly(
     plain: Plain, tiny_models: dict[str, Path], trees_of: TreesOf, target: str, proposal: str
 ) -> None:
@@ -268,12 +268,11 @@ def test_every_proposal_is_verified_exactly(
         trees = trees_of(target)
     else:
         version = proposal == "weaver-v1"
-        if version:
-            weaver = {"adapter": str(tiny_models[f"{target}-weaver16-v1"])}
-        elif proposal == "spine":
-            weaver = {"adapter": str(tiny_models[f"{target}-weaver8"]), "weave": "spine"}
-        else:
-            weaver = {"proposal": proposal, "candidate_pool": 16}
+        weaver = (
+            {"adapter": str(tiny_models[f"{target}-weaver16-v1"])}
+            if version
+            else {"proposal": proposal, "candidate_pool": 16}
+        )
         trees = TreeEngine(
             tiny_models, target, weaver=weaver, block=16 if version else 8, budget=BUDGET
         )

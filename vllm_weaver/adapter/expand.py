@@ -5,9 +5,10 @@ A `TreeScorer` lives for one decode step. It knows nothing of how nodes are chos
 acceptance, or of vLLM: a tree builder calls it as its `expand`.
 
 Where things are: keys and values of every request lie in one buffer of S = D + 1 + T + 1 rows per
-request: the prefix, the tree's nodes, and one trash row for inert entries. A node attends to the
-D + 1 prefix rows, then to its ancestors and itself by depth, which its ancestor bits tell. So
-attention reads 2 D + 1 rows for any size of tree, and nodes of one call may be below each other.
+request: the prefix, the tree's nodes, and one trash row for inert entries. `_slots` holds, for
+each node, the buffer rows it attends to, in order: the D + 1 prefix rows, then its ancestors and
+itself by depth. A node's row of `_slots` is its parent's with itself added, so attention reads
+2 D + 1 rows for any size of tree, and no ancestor walk is needed.
 """
 
 from __future__ import annotations
@@ -30,17 +31,15 @@ from vllm_weaver.adapter.layers import (
     take_rows,
     token_rows,
 )
-from vllm_weaver.tree.draft_tree import WORD_BITS
 
 if TYPE_CHECKING:
     from vllm_weaver.adapter.model import WeaverAdapter
 
 
-class HasAncestors(Protocol):
-    """What the scorer reads of a tree: `depths` [R, T], `ancestors` [R, T, W], as `DraftTree`."""
+class HasParents(Protocol):
+    """What the scorer reads of a tree: `parents` [R, T] int, -1 at the root."""
 
-    depths: Tensor
-    ancestors: Tensor
+    parents: Tensor
 
 
 class TreeScorer:
@@ -54,8 +53,8 @@ class TreeScorer:
     | `node_N` | [N] int | in | node in its tree; -1 marks an inert entry |
     | `tokens_N`, `depths_N` | [N] int | in | the node's token, and its depth (root 0, at most
       D - 1) |
-    | `tree` | [R, T] | in | T at most `max_nodes`; the ancestors of a node must be expanded in this
-      call or have been before |
+    | `tree.parents` | [R, T] int | in | T at most `max_nodes`; the parent of a node that is not the
+      root must have been expanded before |
     | `ids_NP` | [N, P], dtype of the candidate ids | out | the pool of the children's depth |
     | `log_probs_NP` | [N, P] float32 | out | log-probabilities over that pool; -inf at padding |
 
@@ -110,13 +109,17 @@ class TreeScorer:
             dtype=adapter.dtype,
             device=device,
         )
+        base_R11 = torch.arange(requests, device=device)[:, None, None] * self._stride
         self._columns_L = torch.arange(num_prefix + self._depth, device=device)
         # Unused columns point at prefix row 0: it is always written, so a masked column never
-        # brings in what an uninitialised row holds. The last column is for rows that are no
-        # ancestors.
+        # brings in what an uninitialised row holds.
         first_L = torch.where(self._columns_L < num_prefix, self._columns_L, 0)
-        self._first_slots = F.pad(first_L, (0, 1))
-        self._bits = torch.arange(WORD_BITS, device=device)
+        self._slots = (
+            (base_R11 + first_L)
+            .expand(requests, max_nodes + 1, num_prefix + self._depth)
+            .flatten(0, 1)
+            .contiguous()
+        )
         self._run_prefix(h_ver_Rd, h_draft_RDd)
 
     @torch.no_grad()
@@ -126,32 +129,28 @@ class TreeScorer:
         node_N: Tensor,
         tokens_N: Tensor,
         depths_N: Tensor,
-        tree: HasAncestors,
+        tree: HasParents,
     ) -> tuple[Tensor, Tensor]:
         """Expand N nodes at once; see the class."""
-        rows = tree.depths.shape[1]
-        if rows > self._max_nodes:
+        parents_RT = tree.parents
+        if parents_RT.shape[1] > self._max_nodes:
             raise AdapterError(
-                f"the tree has {rows} rows but begin() was given max_nodes {self._max_nodes}: pass "
-                "the rows of the largest tree, root included"
+                f"the tree has {parents_RT.shape[1]} rows but begin() was given max_nodes "
+                f"{self._max_nodes}: pass the rows of the largest tree, root included"
             )
         inert_N = node_N < 0
         request_N = request_N.masked_fill(inert_N, 0).long()
         depths_N = depths_N.masked_fill(inert_N, 0).long()
         tokens_N = tokens_N.masked_fill(inert_N, 0).long()
         row_N = node_N.masked_fill(inert_N, self._max_nodes).long()
+        # The root continues its own, still empty, row of slots.
+        parents_N = parents_RT[request_N, node_N.long().clamp(min=0)].long().clamp(min=0)
 
-        base_N1 = (request_N * self._stride)[:, None]
-        own_N = base_N1[:, 0] + self._depth + 1 + row_N
+        own_N = request_N * self._stride + self._depth + 1 + row_N
+        slots_NL = self._slots[request_N * (self._max_nodes + 1) + parents_N]
         own_column_N1 = (self._depth + 1 + depths_N)[:, None]
-        words_NW1 = tree.ancestors[request_N, node_N.long().clamp(min=0)][..., None]
-        above_NT = (words_NW1.bitwise_right_shift(self._bits) & 1).flatten(1)[:, :rows] > 0
-        # An inert entry reads the trash row in place of whatever row 0 has.
-        columns_NT = (self._depth + 1 + tree.depths[request_N]).long()
-        columns_NT = columns_NT.masked_fill(~above_NT | inert_N[:, None], len(self._columns_L))
-        rows_NT = base_N1 + self._depth + 1 + torch.arange(rows, device=base_N1.device)
-        slots_NL = (base_N1 + self._first_slots).scatter(1, columns_NT, rows_NT)[:, :-1]
         slots_NL = slots_NL.scatter(1, own_column_N1, own_N[:, None])
+        self._slots[request_N * (self._max_nodes + 1) + row_N] = slots_NL
         mask_N11L = (self._columns_L <= own_column_N1)[:, None, None]
 
         hidden_Nr = self._run_nodes(tokens_N, depths_N, own_N, slots_NL, mask_N11L)

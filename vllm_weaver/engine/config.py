@@ -16,7 +16,6 @@ from typing import Any
 ATTENTION_KERNELS = ("auto", "triton", "fa3")
 GDN_KERNELS = ("auto", "triton", "cuda")
 PROPOSALS = ("weaver", "ddtree", "chain")
-WEAVES = ("rounds", "spine")
 MIN_BUDGET, MAX_BUDGET = 1, 255
 
 #: Target architectures that are tested, and the kind of model state that each needs.
@@ -48,10 +47,7 @@ class WeaverOptions:
         budget: tree nodes without the root, 1 to 255. It is vLLM's ``num_speculative_tokens``;
             if given here too, the two must agree.
         children: children that an expanded node offers to the frontier.
-        weave: how a Weaver tree grows: in ``rounds`` of its best nodes, ``ceil(budget / width)`` of
-            them, or in 7 along the drafter's best path, the ``spine``.
-        expansion_width: nodes expanded per round; default ``ceil(budget / 16)``, with the spine
-            ``ceil(budget / 8)``, each with one below it.
+        expansion_width: nodes expanded per round; default ``ceil(budget / 16)``.
         candidate_pool: candidates per depth; default the adapter's own, or 256 without one.
         rows_per_step: most rows of trees that one pass verifies. A batch whose trees of
             ``budget`` nodes would have more gets smaller ones (see :func:`tree_sizes`), unless
@@ -77,7 +73,6 @@ class WeaverOptions:
     proposal: str = ""
     budget: int | None = None
     children: int = 8
-    weave: str = "rounds"
     expansion_width: int | None = None
     candidate_pool: int | None = None
     rows_per_step: int = 256
@@ -122,7 +117,6 @@ class WeaverOptions:
     def _check_values(self) -> None:
         choices = {
             "proposal": PROPOSALS,
-            "weave": WEAVES,
             "gdn_kernel": GDN_KERNELS,
             "attention_kernel": ATTENTION_KERNELS,
         }

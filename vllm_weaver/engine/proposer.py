@@ -17,15 +17,7 @@ from vllm_weaver.adapter import AdapterError, WeaverAdapter, load
 from vllm_weaver.engine.config import WeaverConfigError, WeaverOptions, draft_depth
 from vllm_weaver.engine.step import tree_tensors
 from vllm_weaver.ops import choose_chain
-from vllm_weaver.tree import (
-    DraftTree,
-    SharedNoise,
-    SpineShape,
-    build_ddtree,
-    build_spine_tree,
-    build_weaver_tree,
-    spine_of,
-)
+from vllm_weaver.tree import DraftTree, SharedNoise, build_ddtree, build_weaver_tree
 from vllm_weaver.tree.draft_tree import num_words
 from vllm_weaver.tree.shared_noise import MARGINAL_WEIGHT, OUTSIDE_PENALTY
 
@@ -128,8 +120,8 @@ class Proposer:
 
     With `max_requests`, an adapter on a GPU and the whole vocabulary in this process, Weaver trees
     of up to `WEAVER_REQUESTS` requests come from a `TreeWeaver`; else from `TreeScorer` and
-    `build_weaver_tree` or `build_spine_tree`, which is the definition, and which shares a split
-    vocabulary's work among the ranks.
+    `build_weaver_tree`, which is the definition, and which shares a split vocabulary's work among
+    the ranks.
 
     Attributes:
         out: buffers for the trees of a batch, of no fewer requests and of `budget` + 1 rows; None
@@ -182,7 +174,6 @@ class Proposer:
             expansion_width=self.options.expansion_width,
             children=self.options.children,
             full_pools=self.pool_size >= self.options.children,
-            spine=self.options.weave == "spine",
         )
 
     def propose(
@@ -247,9 +238,6 @@ class Proposer:
         )
         if self.weaver is not None and len(root_tokens_R) <= self.weaver.max_requests:
             return self.weaver.build(h_ver_Rd, hidden, ids, logits, root_tokens_R, noise, nodes)
-        nodes = self.budget if nodes is None else nodes
-        shape = SpineShape.of(nodes, self.options.expansion_width)
-        is_spine = self.options.weave == "spine"
         scorer = self.adapter.begin(
             h_ver_Rd,
             hidden,
@@ -257,26 +245,17 @@ class Proposer:
             logits,
             self.vocabulary.embed,
             self.vocabulary.logits,
-            shape.rows(depth) if is_spine else self.budget + 1,
+            self.budget + 1,
         )
-        expand = scorer if noise is None else noise.expanding(scorer)
-        if is_spine:
-            spine = spine_of(ids, logits, noise)
-            tree = build_spine_tree(
-                *(expand, root_tokens_R, spine, nodes, depth),
-                shape=shape,
-                children=self.options.children,
-            )
-        else:
-            tree = build_weaver_tree(
-                expand,
-                root_tokens_R,
-                nodes,
-                depth,
-                expansion_width=self.options.expansion_width,
-                children=self.options.children,
-                full_pools=self.pool_size >= self.options.children,
-            )
+        tree = build_weaver_tree(
+            scorer if noise is None else noise.expanding(scorer),
+            root_tokens_R,
+            self.budget if nodes is None else nodes,
+            depth,
+            expansion_width=self.options.expansion_width,
+            children=self.options.children,
+            full_pools=self.pool_size >= self.options.children,
+        )
         return tree.padded(self.budget + 1)
 
 

@@ -20,7 +20,6 @@ from vllm_weaver.tree.shared_noise import (
     noise_given_draw,
     outside_filters,
 )
-from vllm_weaver.tree.spine_tree import SpineShape, build_spine_tree, spine_of
 from vllm_weaver.tree.weaver_tree import build_weaver_tree
 
 __all__ = [
@@ -31,15 +30,12 @@ __all__ = [
     "ExpandFn",
     "Sampling",
     "SharedNoise",
-    "SpineShape",
     "accept",
     "build_ddtree",
     "build_grown_tree",
-    "build_spine_tree",
     "build_weaver_tree",
     "draw_tree",
     "drawn_log_probs",
     "noise_given_draw",
     "outside_filters",
-    "spine_of",
 ]

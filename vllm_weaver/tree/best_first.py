@@ -40,10 +40,9 @@ N is the same in every call of one build, so that the call can be captured in a 
 without a node to expand are filled with inert entries (node -1). The callable must return rows for
 these too, of any content, NaN included, and they are ignored. It must write nothing that belongs
 to another node on their account. Every other entry is a node above the depth limit whose parent
-was expanded before, and no node is expanded twice. (`build_spine_tree` asks otherwise: its first
-call has another N, and a node's parent may be an entry of the same call, before it.)
-Log-probabilities above 0 count as 0; candidates of log-probability -inf or NaN and padding ids are
-never placed. `tree` grows in place after the call: the callable must neither change it nor keep it.
+was expanded before, and no node is expanded twice. Log-probabilities above 0 count as 0;
+candidates of log-probability -inf or NaN and padding ids are never placed. `tree` grows in place
+after the call: the callable must neither change it nor keep it.
 """
 
 
@@ -221,7 +220,7 @@ class Growth:
             torch.where(expands_N, group.depths_RG.flatten(), 0),
             self.tree,
         )
-        check_answer(ids_NP, log_probs_NP, expands_N.shape[0])
+        _check_answer(ids_NP, log_probs_NP, expands_N.shape[0])
         log_probs_NP = log_probs_NP.detach().float().clamp(max=0.0)
         usable_NP = (log_probs_NP > -torch.inf) & (ids_NP >= 0) & expands_N[:, None]
         log_probs_NP = torch.where(usable_NP, log_probs_NP, -torch.inf)
@@ -232,8 +231,7 @@ class Growth:
         return ids_NC.view(shape), log_probs_NP.gather(1, best_NC).view(shape)
 
 
-def check_answer(ids_NP: Tensor, log_probs_NP: Tensor, num_nodes: int) -> None:
-    """Raise ValueError when an `expand` did not answer as `ExpandFn` has it."""
+def _check_answer(ids_NP: Tensor, log_probs_NP: Tensor, num_nodes: int) -> None:
     if ids_NP.dim() != 2 or ids_NP.shape[0] != num_nodes or ids_NP.shape[1] < 1:
         raise ValueError(
             f"expand returned ids of shape {tuple(ids_NP.shape)} for {num_nodes} nodes: "

@@ -44,7 +44,7 @@ class Frontier(NamedTuple):
 
     | name | shape, dtype | meaning |
     |---|---|---|
-    | `keys` | [R, F] int64 | as in `order`; of candidates that are never popped the complements |
+    | `keys` | [R, F] int64 | as in `order` |
     | `tokens` | [R, F] int32 | |
     | `parents` | [R, F] int32 | rows of the tree |
     """
@@ -103,7 +103,6 @@ def push_children(
     log_probs,
     ids,
     expanded,
-    closed,
     row,
     score,
     pools,
@@ -115,9 +114,9 @@ def push_children(
     """Put the best C children of every expanded node on the request's frontier, from place `first`
     on.
 
-    `log_probs`, `ids` [GB, S, L] with ids below 0 for padding; `expanded`, `closed`, `row`, `score`
-    [GB]; `pools` [GB] points at the ids of the children. Nodes that are not expanded write places
-    without a candidate, and those of `closed` candidates that are never popped.
+    `log_probs`, `ids` [GB, S, L] with ids below 0 for padding; `expanded`, `row`, `score` [GB];
+    `pools` [GB] points at the ids of the children. Nodes that are not expanded write places without
+    a candidate.
     """
     GB: tl.constexpr = triton.next_power_of_2(G)
     CB: tl.constexpr = triton.next_power_of_2(C)
@@ -140,8 +139,7 @@ def push_children(
     place = first + g[:, None] * C + c[None, :]
     magnitude = (total.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.int64)
     mask = (g < G)[:, None] & (c < C)[None, :]
-    key = (magnitude << 32) | place.to(tl.int64)
-    tl.store(frontier.keys + place, tl.where(closed[:, None], -1 - key, key), mask=mask)
+    tl.store(frontier.keys + place, (magnitude << 32) | place.to(tl.int64), mask=mask)
     tl.store(frontier.tokens + place, token, mask=mask)
     tl.store(frontier.parents + place, row[:, None] + tl.zeros_like(token), mask=mask)
 
@@ -164,7 +162,6 @@ def pop_best(keys_ptr, used, G: tl.constexpr, F: tl.constexpr):
     f = tl.arange(0, ROWS)[:, None, None] * (S * L) + tl.arange(0, S)[None, :, None] * L
     f = f + tl.arange(0, L)[None, None, :]
     keys = tl.load(keys_ptr + f, mask=f < used, other=NO_VALUE)
-    keys = tl.where(keys < 0, NO_VALUE, keys)
     found, places = _smallest((keys >> 32).to(tl.int32), f, G, ROWS, GB)
     # The best of the rows' best by rank: keys of candidates are distinct.
     best_of_rows = tl.reshape((found.to(tl.int64) << 32) | places.to(tl.int64), (ROWS * GB,))

@@ -132,13 +132,12 @@ class StepInputs(NamedTuple):
 
 
 class Growth(NamedTuple):
-    """What every kernel that places nodes is given; `entries` and `inputs` are of the next round.
+    """What every kernel that places nodes is given; it leaves the next round's entries and inputs.
 
     | name | shape, dtype | meaning |
     |---|---|---|
     | `trees`, `frontiers` | `TreeRows`, `Frontier` | |
     | `row_scores` | [R, T] float32 | scores of the trees' rows |
-    | `spine` | [R, D] int32 | tokens of a spine tree's spine |
     | `tables`, `entries`, `inputs` | `InputTables`, `Entries`, `StepInputs` | |
     | `stride` | int | rows of the cache that a request has |
     """
@@ -146,7 +145,6 @@ class Growth(NamedTuple):
     trees: Any
     frontiers: Any
     row_scores: Any
-    spine: Any
     tables: Any
     entries: Any
     inputs: Any

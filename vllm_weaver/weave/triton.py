@@ -22,8 +22,72 @@ from vllm_weaver.adapter.triton import (
 from vllm_weaver.ops.noise.drawn import drawn
 from vllm_weaver.tree.triton import frontier_of, place_best, place_root, push_children, tree_of
 from vllm_weaver.weave.arguments import Entries
-from vllm_weaver.weave.entries_triton import prepare_nodes, row_of
-from vllm_weaver.weave.spine_triton import grow_lines, place_spine
+
+
+@triton.jit
+def _row_of(array, r, d):
+    """Where the row of request r and depth d of a `ByDepth` starts."""
+    return array.start + (r * array.stride_r + d * array.stride_d)
+
+
+@triton.jit
+def _prepare_nodes(
+    r,
+    expands,
+    row,
+    token,
+    depth,
+    score,
+    parent,
+    growth,
+    sizes: tl.constexpr,
+):
+    """Write the entries and inputs of G nodes; those that do not expand are inert."""
+    T: tl.constexpr = sizes.T
+    D: tl.constexpr = sizes.D
+    G: tl.constexpr = sizes.G
+    E: tl.constexpr = sizes.E
+    EB: tl.constexpr = sizes.EB
+    GB: tl.constexpr = triton.next_power_of_2(G)
+    tables = growth.tables
+    entries = growth.entries
+    inputs = growth.inputs
+    g = tl.arange(0, GB)
+    n = r * G + g
+    here = g < G
+    slot = (r * growth.stride + D + 1 + row).to(tl.int32)
+    tl.store(entries.node + n, tl.where(expands, row, -1), mask=here)
+    tl.store(entries.depth + n, tl.where(expands, depth, 0), mask=here)
+    tl.store(entries.score + n, score, mask=here)
+    tl.store(inputs.position + n, tl.where(expands, depth + 1, 0), mask=here)
+    tl.store(inputs.columns + n, tl.where(expands, D + 2 + depth, 0), mask=here)
+    tl.store(inputs.slot + n, tl.where(expands, slot, -1), mask=here)
+
+    d = tl.arange(0, triton.next_power_of_2(D))[None, :]
+    above = expands[:, None] & (d < depth[:, None])
+    old = tl.load(inputs.row_paths + (r * T + parent)[:, None] * D + d, mask=above, other=0)
+    path = tl.where(d == depth[:, None], slot[:, None], old)
+    mask = expands[:, None] & (d < D)
+    tl.store(inputs.row_paths + (r * T + row)[:, None] * D + d, path, mask=mask)
+    tl.store(inputs.path + n[:, None] * D + d, path, mask=mask)
+
+    squares = tl.zeros((GB,), tl.float32)
+    source = tables.token_rows + token.to(tl.int64)[:, None] * E
+    for start in tl.static_range(0, E, EB):
+        e = start + tl.arange(0, EB)[None, :]
+        inside = expands[:, None] & (e < E)
+        x = tl.load(source + e, mask=inside, other=0.0).to(tl.float32)
+        if tables.positions is not None:
+            at = tables.positions + (depth + 1)[:, None] * E + e
+            x += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        inside = here[:, None] & (e < E)
+        if inputs.x is not None:
+            tl.store(inputs.x + n[:, None] * E + e, x, mask=inside)
+        weight = tl.load(tables.scale + e, mask=e < E, other=0.0).to(tl.float32)
+        scaled = (x * weight).to(inputs.scaled.dtype.element_ty)
+        tl.store(inputs.scaled + n[:, None] * E + e, scaled, mask=inside)
+        squares += tl.sum(x * x, 1)
+    tl.store(inputs.squares + n, squares, mask=here)
 
 
 @triton.jit
@@ -37,12 +101,11 @@ def start_kernel(
     h_ver_stride_r,
     growth,
     WIDTH: tl.constexpr,
-    SPINE: tl.constexpr,
     OVERLAP: tl.constexpr,
     sizes: tl.constexpr,
 ):
     """Grid (D + 2, R): the prefix rows of a request times the weight of their norm, with their
-    squares; then its root, with SPINE also its spine.
+    squares; then its root.
 
     Hidden states of an inert request (root below 0) are not read: its rows are zeros.
     """
@@ -60,7 +123,7 @@ def start_kernel(
         row = r * (D + 1) + t
         source = h_ver_ptr + r.to(tl.int64) * h_ver_stride_r
         if t > 0:
-            source = row_of(h_draft, r.to(tl.int64), (t - 1).to(tl.int64))
+            source = _row_of(h_draft, r.to(tl.int64), (t - 1).to(tl.int64))
         k = tl.arange(0, triton.next_power_of_2(WIDTH))
         x = tl.load(source + k, mask=k < WIDTH * live, other=0.0).to(tl.float32)
         scaled = x * tl.load(prefix_scale_ptr + k, mask=k < WIDTH, other=0.0).to(tl.float32)
@@ -68,23 +131,12 @@ def start_kernel(
         tl.store(at, scaled.to(prefix_x_ptr.dtype.element_ty), mask=k < WIDTH)
         tl.store(prefix_squares_ptr + row, tl.sum(x * x, 0))
     else:
+        place_root(token, tree_of(growth.trees, r, T, W), T, W)
         g = tl.arange(0, triton.next_power_of_2(sizes.G))
         none = tl.zeros_like(g)
-        rows = none
-        tokens = none + token
-        tree = tree_of(growth.trees, r, T, W)
-        if SPINE:
-            rows = g
-            spine = growth.spine + r * D
-            above = spine + g - 1
-            tokens = tl.where(g > 0, tl.load(above, mask=(g > 0) & (g < D), other=0), token)
-            live = live * D
-            place_spine(live, token, spine, tree, growth.row_scores + r * T, T, W)
-        else:
-            place_root(token, tree, T, W)
-        prepare_nodes(
-            *(r, g < live, rows, tokens, rows, none.to(tl.float32), none, rows),
-            *(growth, sizes.G, sizes),
+        _prepare_nodes(
+            *(r, g < live, none, none + token, none, none.to(tl.float32), none),
+            *(growth, sizes),
         )
 
 
@@ -112,7 +164,7 @@ def _score_candidates(
     """
     if node >= 0:
         p = block * BP + tl.arange(0, BP)
-        pool = row_of(ids, r.to(tl.int64), depth.to(tl.int64))
+        pool = _row_of(ids, r.to(tl.int64), depth.to(tl.int64))
         token = tl.load(pool + p, mask=p < P, other=-1).to(tl.int64)
         if J > 0:
             one = n + tl.zeros((1,), tl.int32)
@@ -131,7 +183,7 @@ def _score_candidates(
             mask = (token >= 0)[:, None] & (k < K)[None, :]
             w = tl.load(rows + k[None, :], mask=mask, other=0.0)
             acc += w.to(tl.float32) * x[None, :]
-        given = row_of(logits, r.to(tl.int64), depth.to(tl.int64))
+        given = _row_of(logits, r.to(tl.int64), depth.to(tl.int64))
         score = tl.load(given + p, mask=p < P, other=0.0).to(tl.float32)
         score = tl.where(token >= 0, score + tl.sum(acc, 1), float("-inf"))
         tl.store(scores_ptr + n * P + p, score, mask=p < P)
@@ -166,11 +218,11 @@ def _candidates(
     mask = expanded[:, None, None] & (p < P)
     scores = scores_ptr + n[:, None, None] * P + p
     logits = tl.load(scores, mask=mask, other=float("-inf"), cache_modifier=".cg")
-    pools = row_of(ids, r.to(tl.int64), own.depth.to(tl.int64))
+    pools = _row_of(ids, r.to(tl.int64), own.depth.to(tl.int64))
     tokens = tl.load(pools[:, None, None] + p, mask=mask, other=-1)
     log_probs = pool_log_softmax(logits)
     if noise is not None:
-        rows = row_of(noise.noise, r.to(tl.int64), own.depth.to(tl.int64)[:, None])
+        rows = _row_of(noise.noise, r.to(tl.int64), own.depth.to(tl.int64)[:, None])
         p = tl.arange(0, PB)[None, :]
         values = tl.load(rows + p, mask=expanded[:, None] & (p < P), other=0.0)
         log_probs = drawn(
@@ -203,7 +255,7 @@ def _grow(
     frontier = frontier_of(growth.frontiers, r, sizes.F)
     tree = tree_of(growth.trees, r, sizes.T, sizes.W)
     push_children(
-        *(log_probs, ids, own.node >= 0, own.node < -1, own.node, own.score, pools),
+        *(log_probs, ids, own.node >= 0, own.node, own.score, pools),
         *(frontier, first, G, sizes.C),
     )
     tl.debug_barrier()
@@ -213,13 +265,10 @@ def _grow(
     tl.store(growth.row_scores + r * sizes.T + row, total, mask=live)
     # A full tree has no use for further children.
     leaf_depth = sizes.D * (placed < LIMIT).to(tl.int32)
-    prepare_nodes(
-        *(r, live & (depth < leaf_depth), row, token, depth, total, parent, row * 0),
-        *(growth, G, sizes),
-    )
+    _prepare_nodes(r, live & (depth < leaf_depth), row, token, depth, total, parent, growth, sizes)
 
 
-@triton.jit(do_not_specialize=["first", "first_row"])
+@triton.jit(do_not_specialize=["first"])
 def score_and_grow_kernel(
     query,
     pool_rows_ptr,
@@ -228,10 +277,8 @@ def score_and_grow_kernel(
     noise,
     scores_ptr,
     ticket_ptr,
-    own,
     growth,
     first,
-    first_row,
     N,
     weight,
     penalty,
@@ -241,17 +288,10 @@ def score_and_grow_kernel(
     BK: tl.constexpr,
     J: tl.constexpr,
     LIMIT: tl.constexpr,
-    OWN_LINE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    LINE: tl.constexpr,
     OVERLAP: tl.constexpr,
     sizes: tl.constexpr,
 ):
-    """Grid (blocks of P, N = R * G): `_score_candidates`; growth in a request's last program, by
-    `_grow` or, where the entries are lines of OWN_LINE nodes, by `grow_lines`.
-
-    `own` are the entries of this round.
-    """
+    """Grid (blocks of P, N = R * G): `_score_candidates`; `_grow` in a request's last program."""
     P: tl.constexpr = sizes.P
     G: tl.constexpr = sizes.G
     if OVERLAP:
@@ -260,15 +300,16 @@ def score_and_grow_kernel(
     r = n // G
     # For growth, should this be the program that does it: its loads wait for each other enough.
     g = tl.arange(0, triton.next_power_of_2(G))
-    mine = Entries(
-        tl.load(own.node + r * G + g, mask=g < G, other=-1),
-        tl.load(own.depth + r * G + g, mask=g < G, other=0),
-        tl.load(own.score + r * G + g, mask=g < G, other=0.0),
+    entries = growth.entries
+    own = Entries(
+        tl.load(entries.node + r * G + g, mask=g < G, other=-1),
+        tl.load(entries.depth + r * G + g, mask=g < G, other=0),
+        tl.load(entries.score + r * G + g, mask=g < G, other=0.0),
     )
-    depth = tl.load(own.depth + n)
+    node, depth = tl.load(entries.node + n), tl.load(entries.depth + n)
     _score_candidates(
-        *(n, r, tl.program_id(0), tl.load(own.node + n), depth, query, pool_rows_ptr),
-        *(ids, logits, scores_ptr, N, P, BP, K, BK, J),
+        *(n, r, tl.program_id(0), node, depth, query, pool_rows_ptr, ids, logits, scores_ptr),
+        *(N, P, BP, K, BK, J),
     )
     if OVERLAP:
         let_next_start()
@@ -277,12 +318,6 @@ def score_and_grow_kernel(
     if tl.atomic_add(ticket_ptr + r, 1) == tl.num_programs(0) * G - 1:
         tl.store(ticket_ptr + r, 0)
         log_probs, tokens, pools = _candidates(
-            r, mine, ids, scores_ptr, noise, weight, penalty, HALVINGS, P, G
+            r, own, ids, scores_ptr, noise, weight, penalty, HALVINGS, P, G
         )
-        if OWN_LINE > 0:
-            grow_lines(
-                *(r, mine, log_probs, tokens, pools, growth, first, first_row),
-                *(OWN_LINE, WIDTH, LINE, sizes),
-            )
-        else:
-            _grow(r, mine, log_probs, tokens, pools, growth, first, LIMIT, sizes)
+        _grow(r, own, log_probs, tokens, pools, growth, first, LIMIT, sizes)

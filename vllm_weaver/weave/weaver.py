@@ -40,11 +40,9 @@ from vllm_weaver.tree.draft_tree import DraftTree, check_budget, num_words
 from vllm_weaver.tree.rank_triton import rank_rows
 from vllm_weaver.tree.shared_noise import (
     CONDITIONAL_WEIGHT,
-    MARGINAL_WEIGHT,
     OUTSIDE_PENALTY,
     SharedNoise,
 )
-from vllm_weaver.tree.spine_tree import SpineShape
 from vllm_weaver.tree.triton import Frontier, TreeRows
 from vllm_weaver.tree.weaver_tree import group_width, most_rounds
 from vllm_weaver.weave.arguments import (
@@ -57,7 +55,6 @@ from vllm_weaver.weave.arguments import (
     Sizes,
     StepInputs,
 )
-from vllm_weaver.weave.spine_triton import spine_kernel
 from vllm_weaver.weave.triton import score_and_grow_kernel, start_kernel
 
 MAX_GRAPHS = 32
@@ -79,14 +76,12 @@ class TreeWeaver:
       less to read at the published size, for 2 V r numbers of memory |
     | `max_requests`, `pool` | largest R; P |
     | `budget`, `expansion_width`, `children`, `full_pools` | as in `tree.build_weaver_tree` |
-    | `spine` | spine trees, as of `tree.build_spine_tree` with `tree.spine_of`, instead |
     | `overlap` | launch each kernel while the one before ends, and fetch its weights meanwhile;
       needs CUDA and compute capability 9.0; None: where there is that |
     | `tilings`, `score_tilings` | launch shapes instead of those of `adapter.tiling` |
     | `graphs` | whether calls are captured and replayed; None: on a GPU |
 
-    `build` gives the trees of `build_weaver_tree(adapter.begin(...), ...)`, or of
-    `build_spine_tree`. Scores are added up in
+    `build` gives the trees of `build_weaver_tree(adapter.begin(...), ...)`. Scores are added up in
     float32 throughout, where `TreeScorer` rounds to the adapter's dtype between layers: in float32
     the trees are the same but for candidates within that error of each other.
 
@@ -107,7 +102,6 @@ class TreeWeaver:
         expansion_width: int | None = None,
         children: int = 8,
         full_pools: bool = False,
-        spine: bool = False,
         overlap: bool | None = None,
         tilings: Tilings | None = None,
         score_tilings: ScoreTilings | None = None,
@@ -140,23 +134,21 @@ class TreeWeaver:
         check_growth(roots, config.depth, self.width, children)
         self._children = min(children, pool)
         self._full_pools = full_pools
-        self._is_spine = spine
-        self.rounds = len(self.groups_for(budget))
+        self.rounds = self.shape_for(budget)[1]
         self._overlap = can_overlap(device) if overlap is None else overlap
         self._tilings, self._score_tilings = tilings, score_tilings
         self._graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, int]] | None = (
             {} if (device.type == "cuda" if graphs is None else graphs) else None
         )
 
-        groups = [self.groups_for(count) for count in range(1, budget + 1)]
-        grown = max(map(sum, groups)) if spine else budget + 1
-        self._most_nodes = max(map(max, groups))
-        nodes, prefix = max_requests * self._most_nodes, max_requests * (config.depth + 1)
+        rows = budget + 1
+        nodes, prefix = max_requests * self.width, max_requests * (config.depth + 1)
         # The prefix pass is over before the first round and shares its buffers.
         most = max(nodes, prefix)
         r, depth = config.d_rank, config.depth
-        self._stride = depth + 1 + grown
-        places = max(map(sum, groups)) * self._children
+        self._stride = depth + 1 + rows
+        shapes = [self.shape_for(count) for count in range(1, rows)]
+        places = max(width * rounds for width, rounds in shapes) * self._children
 
         def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -173,25 +165,20 @@ class TreeWeaver:
                 index(max_requests),
                 empty(max_requests, rows, num_words(rows), dtype=torch.int64),
             )
-            for rows in (grown, budget + 1)
+            for _ in range(2)
         )
-        self._row_scores = empty(max_requests, grown)
-        self._spine = index(max_requests, depth)
+        self._row_scores = empty(max_requests, rows)
         self._frontier = Frontier(
             empty(max_requests, places, dtype=torch.int64),
             index(max_requests, places),
             index(max_requests, places),
         )
-        # Two of each where rounds differ in size: a round's last programs read their entries when
-        # others have written those of the next.
-        self._entries = [
-            Entries(index(nodes), index(nodes), empty(nodes)) for _ in range(1 + spine)
-        ]
+        self._entries = Entries(index(nodes), index(nodes), empty(nodes))
         # With projected tables the nodes' inputs are the residual stream besides.
         self._inputs = StepInputs(
             *(index(nodes), index(nodes), index(nodes)),
             path=index(nodes, depth),
-            row_paths=index(max_requests, grown, depth),
+            row_paths=index(max_requests, rows, depth),
             x=empty(nodes, r) if self._projected else None,
             scaled=empty(nodes, widths[0], dtype=dtype),
             squares=empty(nodes),
@@ -308,14 +295,6 @@ class TreeWeaver:
         depth, children = self._adapter.config.depth, self._children
         return width, most_rounds(nodes, depth, width, children, self._full_pools)
 
-    def groups_for(self, nodes: int) -> list[int]:
-        """Nodes that each round expands, as far as there are as many."""
-        if self._is_spine:
-            shape = SpineShape.of(nodes, self._expansion_width)
-            return [self._adapter.config.depth, *[shape.width * shape.line] * shape.rounds]
-        width, rounds = self.shape_for(nodes)
-        return [width] * rounds
-
     def _replay(self, requests: int, nodes: int, arrays: tuple[Tensor, ...]) -> None:
         assert self._graphs is not None
         padded = triton.next_power_of_2(requests) if requests <= 8 else -(-requests // 8) * 8
@@ -346,74 +325,54 @@ class TreeWeaver:
         *parameters: Tensor,
     ) -> None:
         self.launches = 1
-        groups = self.groups_for(nodes)
+        width, rounds = self.shape_for(nodes)
         noise = None if noise_RDP is None else Noise(ByDepth.of(noise_RDP), *parameters)
         candidates = ByDepth.of(ids_RDP), ByDepth.of(logits_RDP), noise
-        if self._is_spine:
-            self._choose_spine(R, *candidates)
-        self._start(R, h_draft_RDd, groups[0])
+        self._start(R, h_draft_RDd, width)
         self._run_prefix(R)
-        for step, group in enumerate(groups):
-            query, squares = self._run_nodes(R, group)
-            self._score_and_grow(R, step, query, squares, *candidates, nodes=nodes)
-        self._rank(R, nodes)
+        for step in range(rounds):
+            query, squares = self._run_nodes(R, width)
+            self._score_and_grow(R, step, query, squares, *candidates, width=width, nodes=nodes)
+        rank_rows(self._row_scores, self._tree, self._ranked, R)
 
-    def _growth(self, step: int) -> Growth:
-        """What is given to a kernel that places nodes and prepares them for round `step`."""
+    def _growth(self) -> Growth:
+        """What is given to a kernel that places nodes and prepares them for the next round."""
         # Without projected tables the position is added after the input projection.
         positions = self._positions if self._projected else None
         tables = InputTables(self._token_rows, positions, self._first_norm().weight)
         return Growth(
-            *(self._tree, self._frontier, self._row_scores, self._spine),
-            *(tables, self._own(step), self._inputs, self._stride),
+            *(self._tree, self._frontier, self._row_scores),
+            *(tables, self._entries, self._inputs, self._stride),
         )
-
-    def _own(self, step: int) -> Entries:
-        """The entries of round `step`."""
-        return self._entries[step % len(self._entries)]
 
     def _first_norm(self) -> BiasedRMSNorm:
         """The norm that the nodes' inputs meet first."""
         adapter = self._adapter
         return _norm(adapter.blocks[0].norm_attn if self._projected else adapter.embed_norm)
 
-    def _sizes(self, group: int) -> dict[str, Any]:
+    def _sizes(self, width: int) -> dict[str, Any]:
         rows, words = self._tree.ancestors.shape[1:]
-        width = self._inputs.scaled.shape[1]
-        block = min(2048 if group <= 8 else 512, triton.next_power_of_2(width))
+        inputs = self._inputs.scaled.shape[1]
+        block = min(2048 if width <= 8 else 512, triton.next_power_of_2(inputs))
         return {
             "sizes": Sizes(
-                *(rows, words, self._adapter.config.depth, group, width, block),
+                *(rows, words, self._adapter.config.depth, width, inputs, block),
                 *(self.pool, self._children, self._frontier.keys.shape[1]),
             ),
-            **self._overlapping(),
+            "OVERLAP": self._overlap,
+            **({"launch_pdl": True} if self._overlap else {}),
         }
 
-    def _overlapping(self) -> dict[str, bool]:
-        return {"OVERLAP": self._overlap, **({"launch_pdl": True} if self._overlap else {})}
-
-    def _choose_spine(self, R: int, ids: ByDepth, logits: ByDepth, noise: Noise | None) -> None:
-        self.launches += 1
-        depth = self._adapter.config.depth
-        spine_kernel[(depth, R)](
-            *(ids, logits, noise, self._spine, MARGINAL_WEIGHT),
-            P=self.pool,
-            D=depth,
-            num_warps=4,
-            **self._overlapping(),
-        )
-
-    def _start(self, R: int, h_draft_RDd: Tensor, group: int) -> None:
+    def _start(self, R: int, h_draft_RDd: Tensor, width: int) -> None:
         config = self._adapter.config
         self.launches += 1
         start_kernel[(config.depth + 2, R)](
             *(self._h_ver, ByDepth.of(h_draft_RDd), self._roots),
             *(self._prefix_x, _norm(self._adapter.output_norm).weight, self._prefix_squares),
-            *(self._h_ver.stride(0), self._growth(0)),
+            *(self._h_ver.stride(0), self._growth()),
             WIDTH=config.d_model,
-            SPINE=self._is_spine,
             num_warps=4,
-            **self._sizes(group),
+            **self._sizes(width),
         )
 
     def _linear(
@@ -464,10 +423,10 @@ class TreeWeaver:
                     cache=(self._kv[layer], self._prefix_slot),
                 )
 
-    def _run_nodes(self, R: int, group: int) -> tuple[Tensor, tuple[Tensor, int] | None]:
+    def _run_nodes(self, R: int, width: int) -> tuple[Tensor, tuple[Tensor, int] | None]:
         """The node step of all entries: queries, with their squares where a norm is to come."""
         adapter = self._adapter
-        rows = R * group
+        rows = R * width
         x, scaled, squares, J = self._inputs.x, self._inputs.scaled, self._inputs.squares, 1
         if not self._projected:
             x, out_squares = self._x[0], self._squares[0]
@@ -482,7 +441,7 @@ class TreeWeaver:
                 out_squares=out_squares,
             )
             scaled, squares = self._scaled, out_squares
-        cache = (self._inputs.slot, self._inputs.columns, group)
+        cache = (self._inputs.slot, self._inputs.columns, width)
         for layer in range(adapter.config.num_layers):
             x, squares, J = self._run_block(rows, layer, x, scaled, (squares, J), *cache)
             scaled = self._scaled
@@ -568,23 +527,18 @@ class TreeWeaver:
         logits: ByDepth,
         noise: Noise | None,
         *,
+        width: int,
         nodes: int,
     ) -> None:
         self.launches += 1
-        groups = self.groups_for(nodes)
-        group, before = groups[step], sum(groups[:step])
         norm = _norm(self._adapter.out_norm)
         squares, J = squares_JN if squares_JN is not None else (None, 0)
-        rows, inputs = R * group, query.shape[1]
-        tiling = choose_scores(inputs, R, group, self.pool, self._score_tilings)
-        shape = SpineShape.of(nodes, self._expansion_width)
-        # The first round's line is the whole spine.
-        own_line = (shape.line if step else self._adapter.config.depth) * self._is_spine
+        rows, inputs = R * width, query.shape[1]
+        tiling = choose_scores(inputs, R, width, self.pool, self._score_tilings)
         score_and_grow_kernel[(triton.cdiv(self.pool, tiling.candidates), rows)](
             *(Query(query, squares, norm.weight, norm.bias, norm.eps), self._pool_rows),
             *(ids, logits, noise, self._scores, self._request_ticket),
-            *(self._own(step), self._growth(step + 1)),
-            *(before * self._children, before + group, rows),
+            *(self._growth(), step * width * self._children, rows),
             *(CONDITIONAL_WEIGHT, OUTSIDE_PENALTY),
             LIMIT=nodes + 1,
             HALVINGS=HALVINGS,
@@ -592,18 +546,9 @@ class TreeWeaver:
             K=inputs,
             BK=tiling.block_k,
             J=J,
-            OWN_LINE=own_line,
-            WIDTH=shape.width,
-            LINE=shape.line,
             num_warps=tiling.num_warps,
-            **self._sizes(group),
+            **self._sizes(width),
         )
-
-    def _rank(self, R: int, nodes: int) -> None:
-        best: tuple[Any, ...] = ()
-        if self._is_spine:
-            best = self._frontier, sum(self.groups_for(nodes)) * self._children, nodes + 1
-        rank_rows(self._row_scores, self._tree, self._ranked, R, *best)
 
     def _linears(self) -> Iterator[tuple[bool, int, int, bool]]:
         """Layers by their inputs and outputs: of the prefix alone or of both; gated or not."""
@@ -625,7 +570,7 @@ class TreeWeaver:
         prefix = self._adapter.config.depth + 1
         for R in range(1, self.max_requests + 1):
             for _, inputs, outputs, gated in self._linears():
-                for rows in (R * prefix, *(R * group for group in range(1, self._most_nodes + 1))):
+                for rows in (R * prefix, *(R * width for width in range(1, self.width + 1))):
                     tiling = choose_tiling(
                         rows, inputs, outputs, self._adapter.dtype, gated, self._tilings
                     )
