@@ -666,7 +666,7 @@ def main(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if smoke:
         budget, tokens, batch, chunk, seeds = 3, 4, 3, 64, 1
-        context, least_tokens, minutes = 1024, 100, 60.0
+        context, least_tokens, minutes = 1024, min(least_tokens, 100), 60.0
         if parts == ",".join(PARTS):
             # Answers longer than a block take minutes where kernels are interpreted.
             parts = ",".join(name for name in PARTS if name != "turns")
