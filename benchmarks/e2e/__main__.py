@@ -20,6 +20,12 @@ from .prompts import PromptError, cut_prompts, held_out_texts, load_tokenizer, t
 from .report import content, lossless, markdown
 from .setup import (
     PACKAGED,
+    Adapter,
+    CompileCache,
+    Drafter,
+    EngineArguments,
+    Prompts,
+    Target,
     choose_models,
     compile_caches,
     device_bytes,
@@ -72,22 +78,16 @@ def bench(
     small: Annotated[Path, typer.Option(help="trained small trio to expand")] = PACKAGED / "models",
     shape: Annotated[str, typer.Option(help="expand to it; 'none' runs --small as it is")] = SHAPE,
     layers: Annotated[int | None, typer.Option(help="other number of target layers")] = None,
-    target: Annotated[str | None, typer.Option(help="real target, in place of --small")] = None,
-    drafter: Annotated[str | None, typer.Option(help="its DFlash drafter")] = None,
-    adapter: Annotated[str | None, typer.Option(help="its Weaver adapter")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="text to cut prompts from; default: held-out source")
-    ] = None,
-    engine: Annotated[
-        list[str] | None, typer.Option(help="ARM=JSON or all=JSON: more arguments of vLLM")
-    ] = None,
+    target: Target = None,
+    drafter: Drafter = None,
+    adapter: Adapter = None,
+    prompts: Prompts = None,
+    engine: EngineArguments = None,
     profile: Annotated[
         str, typer.Option(help="arms whose step is traced, in the first cell; as --arms has them")
     ] = "",
     start_seconds: Annotated[float, typer.Option(help="expected start of an engine")] = 150.0,
-    cache: Annotated[
-        Path | None, typer.Option(help="directory for compiled kernels, to keep between runs")
-    ] = None,
+    cache: CompileCache = None,
     complete: Annotated[bool, typer.Option(help="decode every request to its end")] = False,
     keep_outputs: Annotated[bool, typer.Option(help="tokens of all requests in the JSON")] = False,
     seed: Annotated[int, typer.Option(help="of sampling")] = 0,

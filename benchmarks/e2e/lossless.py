@@ -32,6 +32,12 @@ from .prompts import PromptError, Stream, held_out_texts, load_tokenizer, texts_
 from .serving import add_steps
 from .setup import (
     PACKAGED,
+    Adapter,
+    CompileCache,
+    Drafter,
+    EngineArguments,
+    Prompts,
+    Target,
     choose_models,
     compile_caches,
     device_bytes,
@@ -645,18 +651,12 @@ def main(
     small: Annotated[Path, typer.Option(help="trained small trio")] = PACKAGED / "models",
     shape: Annotated[str, typer.Option(help="expand it to this shape")] = "none",
     layers: Annotated[int | None, typer.Option(help="number of target layers, expanded")] = None,
-    target: Annotated[str | None, typer.Option(help="real target, in place of --small")] = None,
-    drafter: Annotated[str | None, typer.Option(help="its DFlash drafter")] = None,
-    adapter: Annotated[str | None, typer.Option(help="its Weaver adapter")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help="text to cut prompts from; default: held-out source")
-    ] = None,
-    engine: Annotated[
-        list[str] | None, typer.Option(help="ARM=JSON or all=JSON: more arguments of vLLM")
-    ] = None,
-    cache: Annotated[
-        Path | None, typer.Option(help="directory for compiled kernels, to keep between runs")
-    ] = None,
+    target: Target = None,
+    drafter: Drafter = None,
+    adapter: Adapter = None,
+    prompts: Prompts = None,
+    engine: EngineArguments = None,
+    cache: CompileCache = None,
     smoke: Annotated[bool, typer.Option(help="small trees and few requests, for a CPU")] = False,
 ) -> None:
     """Decode the same requests with plain vLLM and with trees, and classify every difference."""

@@ -8,13 +8,27 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
 from .arms import Models
 
 PACKAGED = Path(__file__).parents[2] / "vllm_weaver/demo"
+
+#: Options that the commands share.
+Target = Annotated[str | None, typer.Option(help="real target, in place of --small")]
+Drafter = Annotated[str | None, typer.Option(help="its DFlash drafter")]
+Adapter = Annotated[str | None, typer.Option(help="its Weaver adapter")]
+Prompts = Annotated[
+    Path | None, typer.Option(help="text to cut prompts from; default: held-out source")
+]
+EngineArguments = Annotated[
+    list[str] | None, typer.Option(help="ARM=JSON or all=JSON: more arguments of vLLM")
+]
+CompileCache = Annotated[
+    Path | None, typer.Option(help="directory for compiled kernels, to keep between runs")
+]
 
 
 def choose_models(
