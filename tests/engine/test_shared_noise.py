@@ -17,7 +17,8 @@ from running import BUDGET, VOCAB_SIZE, Plain, TreeEngine, assert_same, greedy, 
 import vllm_weaver.demo
 from vllm_weaver.demo.sources import load_prompts
 from vllm_weaver.engine import compat
-from vllm_weaver.ops import keyed_gumbel
+from vllm_weaver.engine.proposer import Marginals
+from vllm_weaver.ops import keyed_gumbel, top_pool
 from vllm_weaver.tree import DraftTree, SharedNoise
 
 TreesOf = Callable[..., Any]
@@ -191,6 +192,58 @@ def test_greedy_requests_of_a_batch_keep_their_trees(
     compared.clear()
     trees.generate(prompts[:2], greedy(4))
     assert not compared
+
+
+@pytest.mark.parametrize("nodes", [1, 3])
+def test_small_trees_need_no_marginals_below_them(
+    trees_of: TreesOf, plain_of: Callable[..., Plain], nodes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of depths that no such tree reaches stay as they were; the trees are the same."""
+    trees = trees_of("dense")
+    speculator, proposer = trees.runner.speculator, trees.oracle.base
+    monkeypatch.setattr(speculator, "useful_nodes", lambda num_reqs: nodes)
+    original, heads, compared = proposer.propose, [], []
+    head = speculator.compute_draft_logits
+
+    def counted(states: torch.Tensor, *rest: Any) -> torch.Tensor:
+        heads.append(len(states))
+        return head(states, *rest)
+
+    def both(h_ver: Any, near: Any, roots: Any, chain: Any, noise: Any, useful: int) -> DraftTree:
+        assert useful == nodes < speculator.depth
+        assert heads.pop() == len(roots) * nodes and not heads
+        pools = top_pool(head(near.hidden.flatten(0, 1), 0), near.ids.shape[-1])
+        whole = Marginals(near.hidden, *(x.view_as(near.ids) for x in pools))
+        assert torch.equal(near.ids[:, :nodes], whole.ids[:, :nodes])
+        assert torch.equal(near.log_probs[:, :nodes], whole.log_probs[:, :nodes])
+        # What is left of earlier steps must not matter.
+        near.ids[:, nodes:], near.logits[:, nodes:], near.log_probs[:, nodes:] = 7, 50.0, 0.0
+        if noise is None:
+            wanted = original(h_ver, whole, roots, chain, None, None)
+        else:
+            positions = speculator.sample_pos[: whole.ids[..., 0].numel()]
+            own = trees.runner.model_state.noise.of(positions.view_as(whole.ids[..., 0]), whole.ids)
+            wanted = original(h_ver, whole, roots, chain, own, None)
+        wanted = DraftTree(*(getattr(wanted, x.name).clone() for x in dataclasses.fields(wanted)))
+        made = original(h_ver, near, roots, chain, noise, nodes)
+        count = made.num_nodes.clamp(max=nodes + 1)
+        assert torch.equal(count, wanted.num_nodes.clamp(max=nodes + 1))
+        for row, rows in enumerate(count.tolist()):
+            for name in ("tokens", "parents", "depths"):
+                a, b = getattr(made, name), getattr(wanted, name)
+                assert torch.equal(a[row, :rows], b[row, :rows])
+        compared.append(int(count.sum()))
+        return made
+
+    monkeypatch.setattr(speculator, "compute_draft_logits", counted)
+    monkeypatch.setattr(proposer, "propose", both)
+    prompts = [tokens(5 + i, 37) for i in range(3)]
+    params = [greedy(8), sampled(8, seed=3), greedy(8, presence_penalty=0.5)]
+    want = plain_of("dense").outputs(prompts, params)
+    for proposal in PROPOSALS:
+        with proposing(trees, proposal):
+            assert_same(trees.generate(prompts, params), want, plain_of("dense"))
+    assert sum(compared) > 30 * nodes
 
 
 def test_the_option_switches_it_off(trees_of: TreesOf, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,10 @@ class Marginals:
         """Those of the first requests, as views."""
         return Marginals(*(x[:count] for x in vars(self).values()))
 
+    def upto(self, depth: int) -> Marginals:
+        """Those of the first depths, as views."""
+        return Marginals(*(x[:, :depth] for x in vars(self).values()))
+
 
 class Proposer:
     """Builds trees of a fixed number of rows.
@@ -195,9 +199,11 @@ class Proposer:
             chain_only_R: requests that get the drafter's chain, bool.
             noise: of the sampler, for the candidates of ``marginals``; None builds by probability
                 alone, as for greedy requests.
-            nodes: below the root of each tree that can be of use; a Weaver tree has no more.
+            nodes: N below the root of each tree that can be of use; a Weaver tree has no more, and
+                no tree is deeper. Marginals below depth N may be anything finite.
         """
-        log_probs, ids = marginals.log_probs, marginals.ids
+        near = marginals if nodes is None else marginals.upto(nodes)
+        log_probs, ids = near.log_probs, near.ids
         tree = None
         if self.options.proposal == "ddtree":
             if noise is not None:
@@ -206,9 +212,9 @@ class Proposer:
             best = ids[..., 0]
             tree = build_ddtree(log_probs, ids, root_tokens_R, self.budget)
         elif self.options.proposal == "chain":
-            best = best_of_pools(marginals, torch.ones_like(chain_only_R), noise)
+            best = best_of_pools(near, torch.ones_like(chain_only_R), noise)
         else:
-            best = best_of_pools(marginals, chain_only_R, noise)
+            best = best_of_pools(near, chain_only_R, noise)
             tree = self._weave(h_ver_Rd, marginals, root_tokens_R, noise, nodes)
         best = best[:, : min(self.depth, self.budget)]
         given = None if tree is None else tree_tensors(tree)

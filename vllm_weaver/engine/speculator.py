@@ -53,6 +53,8 @@ class WeaverSpeculator(DFlashSpeculator):
         self._trees: DraftTree | None = None
         self._context_only = False
         self._weaves = True
+        # A memory profile holds the rows of every depth, whatever its batch is.
+        self._profiles = False
 
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
@@ -128,7 +130,11 @@ class WeaverSpeculator(DFlashSpeculator):
         num_tokens_across_dp: torch.Tensor | None,
         cudagraph_runtime_mode: CUDAGraphMode = CUDAGraphMode.NONE,
     ) -> None:
-        """One drafter pass: states and marginals of all depths, and the trees made of them."""
+        """One drafter pass: states of all depths, marginals, and the trees made of them.
+
+        No node of a tree of N lies deeper than N, so marginals below are left as they were: the
+        head reads the whole vocabulary for every row, and large batches have small trees.
+        """
         if self._context_only:
             return
         states = self._run_model(
@@ -138,14 +144,21 @@ class WeaverSpeculator(DFlashSpeculator):
             num_tokens_across_dp,
             cudagraph_runtime_mode,
         )
-        found = self.marginals.first(num_reqs)
+        found, nodes = self.marginals.first(num_reqs), self.useful_nodes(num_reqs)
         count = num_reqs * self.depth
         sampled = torch.index_select(
             states, 0, self.sample_indices[:count], out=found.hidden.flatten(0, 1)
         )
-        logits = self.compute_draft_logits(sampled, 0)
-        ids, best, log_probs = (x.flatten(0, 1) for x in (found.ids, found.logits, found.log_probs))
-        top_pool(logits, ids.shape[-1], out=(ids, best, log_probs))
+        pools = found.ids, found.logits, found.log_probs
+        if self._profiles or nodes >= self.depth:
+            logits = self.compute_draft_logits(sampled, 0)
+            top_pool(logits, found.ids.shape[-1], out=tuple(x.flatten(0, 1) for x in pools))
+        else:
+            near = found.upto(nodes)
+            logits = self.compute_draft_logits(near.hidden.flatten(0, 1), 0)
+            made = top_pool(logits, found.ids.shape[-1])
+            for buffer, part in zip((near.ids, near.logits, near.log_probs), made, strict=True):
+                buffer.copy_(part.view_as(buffer))
 
         if not self._weaves:
             return
@@ -156,7 +169,7 @@ class WeaverSpeculator(DFlashSpeculator):
             self._inputs.tokens[:num_reqs],
             self._inputs.chain_only[:num_reqs],
             self._noise(num_reqs),
-            self.useful_nodes(num_reqs),
+            nodes,
         )
         for buffer, part in zip(tree_tensors(self._trees), tree_tensors(made), strict=True):
             if buffer.data_ptr() != part.data_ptr():
@@ -243,6 +256,7 @@ class WeaverSpeculator(DFlashSpeculator):
             input_batch, num_rejected = self._paths_alone(input_batch, paths)
         # Warm-up passes measure a GPU's memory and compile its kernels; a CPU has neither.
         self._weaves = not (dummy_run and self.device.type == "cpu")
+        self._profiles = is_profile
         super().propose(
             input_batch,
             attn_metadata,
