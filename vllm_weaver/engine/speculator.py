@@ -145,20 +145,9 @@ class WeaverSpeculator(DFlashSpeculator):
             cudagraph_runtime_mode,
         )
         found, nodes = self.marginals.first(num_reqs), self.useful_nodes(num_reqs)
-        count = num_reqs * self.depth
-        sampled = torch.index_select(
-            states, 0, self.sample_indices[:count], out=found.hidden.flatten(0, 1)
-        )
-        pools = found.ids, found.logits, found.log_probs
-        if self._profiles or nodes >= self.depth:
-            logits = self.compute_draft_logits(sampled, 0)
-            top_pool(logits, found.ids.shape[-1], out=tuple(x.flatten(0, 1) for x in pools))
-        else:
-            near = found.upto(nodes)
-            logits = self.compute_draft_logits(near.hidden.flatten(0, 1), 0)
-            made = top_pool(logits, found.ids.shape[-1])
-            for buffer, part in zip((near.ids, near.logits, near.log_probs), made, strict=True):
-                buffer.copy_(part.view_as(buffer))
+        chosen = self.sample_indices[: num_reqs * self.depth]
+        torch.index_select(states, 0, chosen, out=found.hidden.flatten(0, 1))
+        self._find_candidates(found.upto(self.depth if self._profiles else nodes))
 
         if not self._weaves:
             return
@@ -174,6 +163,18 @@ class WeaverSpeculator(DFlashSpeculator):
         for buffer, part in zip(tree_tensors(self._trees), tree_tensors(made), strict=True):
             if buffer.data_ptr() != part.data_ptr():
                 buffer[:num_reqs] = part
+
+    def _find_candidates(self, found: Marginals) -> None:
+        """Fill in the rest of marginals that have their states."""
+        pools = found.ids, found.logits, found.log_probs
+        logits = self.compute_draft_logits(found.hidden.flatten(0, 1), 0)
+        if found.ids.is_contiguous():
+            ids, best, log_probs = (x.flatten(0, 1) for x in pools)
+            top_pool(logits, ids.shape[-1], out=(ids, best, log_probs))
+            return
+        # Of some of the depths, whose rows lie apart.
+        for buffer, part in zip(pools, top_pool(logits, found.ids.shape[-1]), strict=True):
+            buffer.copy_(part.view_as(buffer))
 
     def useful_nodes(self, num_reqs: int) -> int:
         """Most nodes that the next pass verifies of the trees of a batch.

@@ -37,7 +37,7 @@ from vllm_weaver.engine.noise import SamplerNoise
 from vllm_weaver.engine.sampler import TreeSampler
 from vllm_weaver.engine.stats import StepStats, stats_file
 from vllm_weaver.engine.step import RequestTrees, StepBuffers, TreeStep
-from vllm_weaver.ops import compact_kv
+from vllm_weaver.ops import accept_paths, compact_kv
 from vllm_weaver.ops.compact import CacheTable
 
 if TYPE_CHECKING:
@@ -198,7 +198,25 @@ class TreeStateMixin(_State):
     def _captured_step(self, batch: InputBatch) -> TreeStep | None:
         """What a whole-step graph reads; None for one of single tokens, which carry no trees."""
         rows = batch.num_tokens // batch.num_reqs
-        return self.buffers.clear(batch.num_reqs, rows) if rows > 1 else None
+        if rows == 1:
+            return None
+        step = self.buffers.clear(
+            self.trees,
+            batch.idx_mapping,
+            rows,
+            batch.query_start_loc,
+            batch.input_ids,
+            batch.seq_lens,
+            batch.num_reqs,
+        )
+        # Acceptance follows the graph: compiled here, and not for the first request.
+        tree = step.tree
+        accept_paths(
+            *(tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors),
+            torch.zeros_like(tree.tokens, dtype=torch.int64),
+            self.depth,
+        )
+        return step
 
     def _tree_step(
         self, batch: InputBatch, cudagraph_mode: Any

@@ -359,11 +359,25 @@ class StepBuffers:
             self._views[key] = step
         return self._views[key]
 
-    def clear(self, num_requests: int, num_rows: int) -> TreeStep:
-        """Requests without nodes, for a graph that is being captured."""
-        step = self.view(num_requests, num_rows)
-        step.tree.num_nodes.zero_()
-        return step
+    def clear(
+        self,
+        trees: RequestTrees,
+        slots: torch.Tensor,
+        num_rows: int,
+        query_start_loc: torch.Tensor,
+        input_ids: torch.Tensor,
+        seq_lens: torch.Tensor,
+        num_requests: int,
+    ) -> TreeStep:
+        """Requests without nodes, for a graph that is about to be captured.
+
+        By the kernel that puts batches there, so that the first batch finds it compiled. Arguments
+        as in :meth:`fill`, of a batch of which no request carries a tree.
+        """
+        out = self._tensors(num_requests, num_rows)
+        none, starts = slots[:0], query_start_loc[:1]
+        prepare_step(trees.stored(), none, starts, seq_lens, input_ids, None, out)
+        return self.view(num_requests, num_rows)
 
     def fill(
         self,
