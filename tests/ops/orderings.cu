@@ -14,9 +14,19 @@
 
 namespace {
 
-enum Idiom { BLOCK, WARP, ARRIVE_ALL, ARRIVE_PAIR, READ_PAIR, WRITE_PAIR, COPY, COPY_BARRIER };
-constexpr const char* NAMES[] = {"block",     "warp",       "arrive_all", "arrive_pair",
-                                 "read_pair", "write_pair", "copy",       "copy_barrier"};
+enum Idiom {
+    BLOCK,
+    WARP,
+    ARRIVE_ALL,
+    ARRIVE_PAIR,
+    ARRIVE_BOTH,
+    READ_PAIR,
+    WRITE_PAIR,
+    COPY,
+    COPY_BARRIER
+};
+constexpr const char* NAMES[] = {"block",     "warp",      "arrive_all", "arrive_pair", "arrive_both",
+                                 "read_pair", "write_pair", "copy",      "copy_barrier"};
 constexpr int IDIOMS = sizeof NAMES / sizeof NAMES[0];
 constexpr int THREADS = 128, NUMBERS = 2 * THREADS;
 // A number of each thread; a matrix of each warp; two copies of each thread.
@@ -73,6 +83,17 @@ kernel(WEAVER_PARAMETER const Params p) {
             ptx::shared<float>(number(thread)) = 1.0f;
             if (right) arrive(pair);
         } else {
+            if (right) await(pair);
+            sum = ptx::shared<float>(number(thread - 64));
+        }
+    } else if (p.idiom == ARRIVE_BOTH) {
+        // Who waits for its pair has arrived at a barrier that the pair waits at before it writes.
+        if (first) {
+            ptx::named_sync<1, THREADS>();
+            ptx::shared<float>(number(thread)) = 1.0f;
+            if (right) arrive(pair);
+        } else {
+            ptx::named_arrive<1, THREADS>();
             if (right) await(pair);
             sum = ptx::shared<float>(number(thread - 64));
         }

@@ -499,6 +499,7 @@ RACES = {
     "warp": ("read after write at matrices + 16",),
     "arrive_all": ("write after read at numbers + 256",),
     "arrive_pair": ("read after write at numbers + 0",),
+    "arrive_both": ("write after read at numbers + 0",),
     "read_pair": ("read after write at numbers + 384", "write after read at numbers + 256"),
     "write_pair": ("write after write at numbers + 0",),
     "copy": ("read after write at copies + 1520",),
