@@ -16,8 +16,8 @@ from .cells import CostModel, order_cells
 from .client import EngineError
 from .measure import Bench, Grouping, Results, Run, write_json
 from .memory import CacheShape, Room, drafter_bytes, weight_bytes
-from .prompts import PromptError, cut_prompts, held_out_texts, load_tokenizer, texts_of
-from .report import content, lossless, markdown
+from .prompts import PromptError, cut_cells, held_out_texts, load_tokenizer, texts_of
+from .report import content, differing, markdown
 from .setup import (
     PACKAGED,
     Adapter,
@@ -82,6 +82,10 @@ def bench(
     drafter: Drafter = None,
     adapter: Adapter = None,
     prompts: Prompts = None,
+    share_prompts: Annotated[
+        bool,
+        typer.Option(help="batches of a context begin with the same prompts: AR beside itself"),
+    ] = False,
     engine: EngineArguments = None,
     profile: Annotated[
         str, typer.Option(help="arms whose step is traced, in the first cell; as --arms has them")
@@ -167,10 +171,7 @@ def bench(
         source = held_out_texts() if prompts is None else texts_of(prompts)
         numbers_of = {(b, c): -(-requests // b) for b, c in lengths}
         texts = enough(source, max(n * b * c + 8 * c for (b, c), n in numbers_of.items()))
-        cut = {}
-        for (b, c), n in sorted(numbers_of.items()):
-            every = cut_prompts(tokenizer, iter(texts), n * b, c)
-            cut[b, c] = [every[i * b : i * b + b] for i in range(n)]
+        cut = cut_cells(tokenizer, texts, numbers_of, share=share_prompts)
     except PromptError as error:
         raise typer.BadParameter(str(error)) from error
 
@@ -197,8 +198,9 @@ def bench(
     (out / "e2e.md").write_text(text)
     typer.echo(text)
     # In float32 on a CPU even sampled texts are equal, token for token.
-    if not lossless(results.cells, strict=device == "cpu"):
-        typer.echo("outputs differ from AR's", err=True)
+    wrong = differing(results.cells, strict=device == "cpu")
+    if wrong:
+        typer.echo("\n".join(wrong), err=True)
         raise typer.Exit(3)
 
 

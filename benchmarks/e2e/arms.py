@@ -171,6 +171,9 @@ def engine_options(
         options["gpu_memory_utilization"] = memory_share
         if triton_prefill:
             options["gdn_prefill_backend"] = "triton"
+    if arm.kind == "ar":
+        # It judges the others' tokens: by its logits, whose size says how coarse they are.
+        options["logprobs_mode"] = "raw_logits"
     if arm.kind == "stock":
         # Or large batches of the baseline would run without graphs: vLLM's default is 512 rows.
         largest = max(512, 2 ** math.ceil(math.log2(sizes.batch * rows)))

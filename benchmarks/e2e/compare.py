@@ -3,20 +3,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from .statistics import first_difference, repetition
 
-#: Gap of log-probabilities below which rounding may choose either token.
+#: Distance up to which rounding may choose either token, where a step of the logits is smaller.
 TIE = {"float32": 1e-4, "bfloat16": 0.1}
-_MOST_CHECKS = 32
+#: Bits of a number's fraction, and the exponent of the smallest normal number.
+_FORMATS = {"float32": (23, -126), "bfloat16": (7, -126), "float16": (10, -14)}
 
-#: Asks AR: for each (request, place, token), the gap of its two best tokens at that place of its
-#: own text, None if it does not know the second, and the distance from the best to `token`. Of
-#: sampled texts both are of log p / T + noise. None where it cannot tell.
-Doubts = Callable[[list[tuple[int, int, int]]], list[tuple[float | None, float] | None]]
+
+@dataclass(frozen=True)
+class Doubt:
+    """What AR thinks of another text's token at a place of its own text.
+
+    Attributes:
+        gap: between its two best tokens; None if it does not know the second.
+        distance: from its own token to the other one, of what it maximises: of logits, and where
+            it samples of logit / T + noise.
+        logit: of the two tokens' the one that is farther from zero, where roundings are coarser.
+        temperature: T; 0 where it takes the best token.
+    """
+
+    gap: float | None
+    distance: float
+    logit: float
+    temperature: float = 0.0
+
+
+#: Asks AR: its doubt for each (request, place, token) of its own texts; None where it cannot tell.
+Doubts = Callable[[list[tuple[int, int, int]]], list[Doubt | None]]
 
 
 @dataclass(frozen=True)
@@ -25,8 +44,8 @@ class Difference:
 
     Attributes:
         request, place: of the token.
-        gap: between AR's two best tokens there; None if it was not looked up.
-        distance: from AR's best token to the arm's.
+        gap, distance, logit: of AR's doubt there; None if it has none.
+        step: between neighbouring numbers of the logits' dtype at `logit`, see :func:`step_at`.
         kind: "tie", "beyond a tie" or "not classified".
     """
 
@@ -34,7 +53,31 @@ class Difference:
     place: int
     gap: float | None
     distance: float | None
+    logit: float | None
+    step: float | None
     kind: str
+
+
+def spacing(dtype: str, value: float) -> float:
+    """From the size of `value`, which is finite, to the next larger number of `dtype`.
+
+    `dtype` is one of float32, bfloat16 and float16.
+    """
+    bits, least = _FORMATS[dtype]
+    exponent = math.frexp(value)[1] - 1 if value else least
+    return math.ldexp(1.0, max(exponent, least) - bits)
+
+
+def step_at(dtype: str, logit: float) -> float | None:
+    """One rounding step of a logit, if it was rounded to `dtype`.
+
+    None if it was not: a model whose head has a finer dtype, or log-probabilities in the place of
+    logits, have no step that would excuse a difference.
+    """
+    if not math.isfinite(logit):
+        return None
+    step = spacing(dtype, logit)
+    return None if math.fmod(logit, step) else step
 
 
 def compare(
@@ -44,28 +87,33 @@ def compare(
     dtype: str,
     doubts: Doubts | None,
     tie: float | None = None,
-    most_checks: int = _MOST_CHECKS,
 ) -> dict[str, Any]:
     """Compare texts, each within the shorter of the two.
 
+    A difference is a tie up to a distance of `tie`, by default the dtype's, or of one step of the
+    logits' dtype, over T where AR samples: two tokens that are not equal are at least a step apart,
+    and rounding moves by whole steps. `ties_of_one_step` counts the ties beyond `tie`.
+
     Without `doubts`, differences are not classified: of sampled texts of vLLM's own speculation,
-    which are another draw from the same distribution. A difference is a tie up to a distance of
-    `tie`, by default the dtype's; no more than `most_checks` are looked up.
+    which are another draw from the same distribution.
     """
     limit = TIE[dtype] if tie is None else tie
     places = [first_difference(a, b) for a, b in zip(got, want, strict=True)]
     where = [(i, place) for i, place in enumerate(places) if place is not None]
-    checked = [(i, place, got[i][place]) for i, place in where[:most_checks]]
-    found = doubts(checked) if checked and doubts is not None else []
+    known: Sequence[Doubt | None] = [None] * len(where)
+    if where and doubts is not None:
+        known = doubts([(i, place, got[i][place]) for i, place in where])
     differences = []
-    for number, (i, place) in enumerate(where):
-        gap = distance = None
-        kind = "not classified"
-        known = found[number] if number < len(found) else None
-        if known is not None:
-            gap, distance = known
-            kind = "tie" if distance <= limit else "beyond a tie"
-        differences.append(Difference(i, place, gap, distance, kind))
+    beyond_limit = 0
+    for (i, place), doubt in zip(where, known, strict=True):
+        if doubt is None:
+            differences.append(Difference(i, place, None, None, None, None, "not classified"))
+            continue
+        step = step_at(dtype, doubt.logit)
+        most = max(limit, (step or 0.0) / (doubt.temperature or 1.0))
+        kind = "tie" if doubt.distance <= most else "beyond a tie"
+        beyond_limit += limit < doubt.distance <= most
+        differences.append(Difference(i, place, doubt.gap, doubt.distance, doubt.logit, step, kind))
     compared = sum(min(len(a), len(b)) for a, b in zip(got, want, strict=True))
     equal = sum(
         min(len(a), len(b)) if place is None else place
@@ -78,6 +126,7 @@ def compare(
         "tokens_compared": compared,
         "tokens_before_first_difference": equal,
         "ties": kinds.count("tie"),
+        "ties_of_one_step": beyond_limit,
         "beyond_a_tie": kinds.count("beyond a tie"),
         "not_classified": kinds.count("not classified"),
         "tie_limit": limit,
@@ -85,3 +134,51 @@ def compare(
         "repetition": repetition(got),
         "repetition_ar": repetition(want),
     }
+
+
+def compare_again(
+    before: Mapping[int, tuple[str, Sequence[int]]],
+    own: Sequence[Sequence[int]],
+    *,
+    dtype: str,
+    doubts: Doubts,
+) -> dict[str, Any]:
+    """AR's texts of other cells against its own of this one: how often rounding changes a text.
+
+    Args:
+        before: by request of this cell, the other cell's name and the text there.
+        own: texts of this cell.
+        dtype, doubts: see :func:`compare`; AR's doubts in this cell.
+
+    Returns:
+        As of :func:`compare`; `cells`: the others' names; `largest_distance` of the differences
+        that are classified, None without one.
+    """
+    numbers = sorted(before)
+    found = compare(
+        [before[number][1] for number in numbers],
+        [own[number] for number in numbers],
+        dtype=dtype,
+        doubts=lambda places: doubts([(numbers[i], place, token) for i, place, token in places]),
+    )
+    distances = []
+    for difference in found["differences"]:
+        difference["request"] = numbers[difference["request"]]
+        if difference["distance"] is not None:
+            distances.append(difference["distance"])
+    del found["repetition"], found["repetition_ar"]
+    cells = sorted({cell for cell, _ in before.values()})
+    return {"cells": cells, **found, "largest_distance": max(distances, default=None)}
+
+
+def in_words(texts: Mapping[str, Any], beyond: str = "{} beyond a tie") -> str:
+    """How many texts are equal, and what the others' differences are; also of older results."""
+    words = [f"{texts['equal_requests']} of {texts['requests']}"]
+    if texts["ties"]:
+        steps = texts.get("ties_of_one_step", 0)
+        words.append(f"{texts['ties']} at a tie" + (f" ({steps} of one step)" if steps else ""))
+    if texts["beyond_a_tie"]:
+        words.append(beyond.format(texts["beyond_a_tie"]))
+    if texts["not_classified"]:
+        words.append(f"{texts['not_classified']} not classified")
+    return ", ".join(words)

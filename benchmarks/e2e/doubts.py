@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .compare import Doubts
+from .compare import Doubt, Doubts
 from .statistics import first_difference
 
 Texts = Sequence[Sequence[int]]
@@ -67,10 +67,8 @@ class Asked:
         """AR's doubts at places of its texts `own`."""
         where = [(g, i) for g, prompts in enumerate(self.groups) for i in range(len(prompts))]
 
-        def ask(
-            places: list[tuple[int, int, int]],
-        ) -> list[tuple[float | None, float] | None]:
-            found: list[tuple[float | None, float] | None] = []
+        def ask(places: list[tuple[int, int, int]]) -> list[Doubt | None]:
+            found: list[Doubt | None] = []
             for request, place, token in places:
                 group, i = where[request]
                 answer = self.answers.get(group)
@@ -93,28 +91,34 @@ class Asked:
         return ask
 
 
-#: [token, log-probability] of some tokens, at each place of a text.
+#: [token, logit] of some tokens, at each place of a text.
 Scores = Sequence[Sequence[tuple[int, float]]]
 
 
 def doubt_at(
     text: Sequence[int], scores: Scores, own: Sequence[int], place: int, token: int
-) -> tuple[float, float] | None:
-    """Gap of the two best tokens, and distance of `token`, at one place of AR's text `own`.
+) -> Doubt | None:
+    """Doubt of the best token at one place of AR's text `own`, where the other is `token`.
 
     None if AR, asked again, wrote something else before that place.
     """
     if text[:place] != own[:place]:
         return None
-    return gap_and_distance(scores[place], token)
+    return greedy_doubt(scores[place], token)
 
 
-def gap_and_distance(scores: Sequence[tuple[int, float]], token: int) -> tuple[float, float]:
-    """Gap of the two best of the best tokens' scores, and distance of `token` from the best."""
+def greedy_doubt(scores: Sequence[tuple[int, float]], token: int) -> Doubt:
+    """Doubt of the best token, of the best tokens' logits; the other is `token`."""
     known = dict(scores)
     best, second, *_ = sorted(known.values(), reverse=True)
     # A token that is not among the best is at least as far as the last of them.
-    return best - second, best - known.get(token, min(known.values()))
+    other = known.get(token, min(known.values()))
+    return Doubt(best - second, best - other, coarser(best, other))
+
+
+def coarser(*logits: float) -> float:
+    """The logit that is farthest from zero: a step between its neighbours is no smaller."""
+    return max(logits, key=abs)
 
 
 def sampled_doubt_at(
@@ -127,8 +131,8 @@ def sampled_doubt_at(
     prompt: int,
     temperature: float,
     seed: int,
-) -> tuple[None, float] | None:
-    """Distance of `token` from the one that AR drew, of what vLLM maximises: log p / T + noise.
+) -> Doubt | None:
+    """Doubt of the token that AR drew, of what vLLM maximises: logit / T + noise.
 
     `prompt` is the prompt's length: noise is keyed by the position of the row that draws. None if
     AR, asked again, wrote something else up to that place.
@@ -138,7 +142,8 @@ def sampled_doubt_at(
     known, drawn = dict(scores[place]), own[place]
     noise = noise_of(seed, prompt + place - 1, [drawn, token])
     shift = (known[drawn] - known[token]) / temperature
-    return None, shift + noise[drawn] - noise[token]
+    distance = shift + noise[drawn] - noise[token]
+    return Doubt(None, distance, coarser(known[drawn], known[token]), temperature)
 
 
 def noise_of(seed: int, position: int, tokens: Sequence[int]) -> dict[int, float]:
@@ -277,3 +282,39 @@ def _logit(share: float) -> float:
     if share <= 0:
         return -math.inf
     return math.inf if share >= 1 else math.log(share / (1 - share))
+
+
+@dataclass
+class OwnTexts:
+    """AR's texts of a run by what they depend on but for rounding.
+
+    That is the prompt, the temperature and, where it samples, the request's seed; not the batch.
+    """
+
+    cells: set[str] = field(default_factory=set)
+    texts: dict[tuple[Any, ...], tuple[str, Sequence[int]]] = field(default_factory=dict)
+
+    def add(self, cell: str, asked: Asked, own: Texts) -> dict[int, tuple[str, Sequence[int]]]:
+        """Keep a cell's texts.
+
+        Args:
+            cell: its name; only its first texts are kept.
+            asked: has the prompts.
+            own: AR's texts, requests of all groups one after another.
+
+        Returns:
+            By request, the first cell that had the same one, and the text there.
+        """
+        if cell in self.cells:
+            return {}
+        self.cells.add(cell)
+        sampled = asked.temperature > 0
+        keys = [
+            (tuple(prompt), asked.temperature, asked.seed + i if sampled else None)
+            for prompts in asked.groups
+            for i, prompt in enumerate(prompts)
+        ]
+        found = {i: self.texts[key] for i, key in enumerate(keys) if key in self.texts}
+        for key, text in zip(keys, own, strict=True):
+            self.texts.setdefault(key, (cell, text))
+        return found

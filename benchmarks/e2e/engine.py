@@ -217,7 +217,7 @@ class Server:
         seed: int = 0,
         ask: list[list[int]] | None = None,
     ) -> Answer:
-        """Texts with log-probabilities at each place, as [token, value].
+        """Texts with scores at each place, as [token, value]: logits, of AR's engine.
 
         Of the 20 best tokens, or, where given, of the tokens that `ask` names for each request; of
         the token that was taken besides.

@@ -23,8 +23,8 @@ import typer
 from .arms import Arm, ArmError, Models, describe, engine_options, parse_arms
 from .arms import Sizes as EngineSizes
 from .client import EngineError, EngineProcess
-from .compare import Doubts, compare
-from .doubts import NEUTRAL, gap_and_distance, shift_needed
+from .compare import Doubt, Doubts, compare
+from .doubts import NEUTRAL, coarser, greedy_doubt, shift_needed
 from .measure import write_json
 from .memory import LEAST_CACHE, CacheShape, Room, drafter_bytes, weight_bytes
 from .parts import PARTS, TOGETHER, Part, PartError, Request, Sizes, next_turns
@@ -71,7 +71,8 @@ class Settings:
     Attributes:
         arms: plain vLLM first.
         batched_tokens: vLLM's `max_num_batched_tokens`; None for the least that takes whole trees.
-        tie: largest distance that counts as a tie; None for the dtype's.
+        tie: largest distance that counts as a tie, or one step of the logits' dtype if that is
+            more; None for the dtype's.
         least_tokens: that must have been compared, for each arm.
         graphs: whether whole-step CUDA graphs must have run.
         room: most bytes that one engine's caches may take; None where there is no limit to mind.
@@ -116,8 +117,7 @@ class Settings:
             "cudagraph_metrics": True,
         }
         if arm.name == PLAIN:
-            # Differences are the same as of log-probabilities; penalties need the logits.
-            shared |= {"logprobs_mode": "raw_logits", "max_logprobs": _FILTERED}
+            shared |= {"max_logprobs": _FILTERED}
         need = _CACHE_FACTOR * cache.cache_bytes(
             arm.kind, arm.rows, self.batch, self.context + self.tokens
         )
@@ -426,9 +426,8 @@ class Lossless:
                     self._fail(f"{part.name}: {name}: {reason}")
             if name != PLAIN:
                 texts = compare(
-                    decoded.outputs, own, dtype=settings.dtype, doubts=doubts,
-                    tie=settings.tie, most_checks=len(requests),
-                )  # fmt: skip
+                    decoded.outputs, own, dtype=settings.dtype, doubts=doubts, tie=settings.tie
+                )
                 for difference in texts["differences"]:
                     difference["label"] = requests[difference["request"]].label
                 entry["texts"] = texts
@@ -469,7 +468,10 @@ class Lossless:
                 for part in self.results["parts"]
                 if name in part["arms"]
             ]
-            keys = ("requests", "equal_requests", "ties", "beyond_a_tie", "not_classified")
+            keys = (
+                "requests", "equal_requests", "ties", "ties_of_one_step", "beyond_a_tie",
+                "not_classified",
+            )  # fmt: skip
             total: dict[str, Any] = {key: sum(text[key] for text in texts) for key in keys}
             total["tokens_compared"] = sum(x["tokens_before_first_difference"] for x in texts)
             distances = [
@@ -515,21 +517,24 @@ def _doubts(
 ) -> Doubts:
     """Plain vLLM's doubts at places of its texts `own`, for `compare`."""
 
-    def ask(places: list[tuple[int, int, int]]) -> list[tuple[float | None, float] | None]:
-        found: list[tuple[float | None, float] | None] = []
+    def ask(places: list[tuple[int, int, int]]) -> list[Doubt | None]:
+        found: list[Doubt | None] = []
         for number, place, token in places:
             request, known = part.requests[number], scores.get((number, place))
             if known is None:
                 found.append(None)
                 continue
             if request.sampling["temperature"] == 0:
-                found.append(gap_and_distance(known, token))
+                found.append(greedy_doubt(known, token))
                 continue
-            needed = shift_needed(
-                {key: value for key, value in known},
-                request.prompt, own[number][:place], request.sampling, token,
-            )  # fmt: skip
-            found.append(None if needed is None else (None, needed))
+            logits = {key: value for key, value in known}
+            text = own[number]
+            needed = shift_needed(logits, request.prompt, text[:place], request.sampling, token)
+            if needed is None:
+                found.append(None)
+                continue
+            both = [logits[x] for x in (token, text[place]) if x in logits]
+            found.append(Doubt(None, needed, coarser(*both), request.sampling["temperature"]))
         return found
 
     return ask
@@ -557,7 +562,7 @@ def _line(texts: Mapping[str, Any]) -> str:
         f"{texts['tokens_before_first_difference']} tokens compared, equal "
         f"{texts['equal_requests']}/{texts['requests']}"
     )
-    for key in ("ties", "beyond_a_tie", "not_classified"):
+    for key in ("ties", "ties_of_one_step", "beyond_a_tie", "not_classified"):
         if texts[key]:
             line += f", {texts[key]} {key.replace('_', ' ')}"
     return line
@@ -592,7 +597,7 @@ def content(settings: Settings, results: Mapping[str, Any], seconds: float) -> d
 def markdown(data: Mapping[str, Any]) -> str:
     """A table of all parts, and what failed."""
     lines = [
-        "| part | arm | requests | tokens compared | equal | ties | largest distance "
+        "| part | arm | requests | tokens compared | equal | ties (of one step) | largest distance "
         "| beyond a tie | mixed steps | cache hits | FULL graphs (padded) |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -607,14 +612,15 @@ def markdown(data: Mapping[str, Any]) -> str:
             lines.append(
                 f"| {part['part']} | {name} | {texts['requests']} "
                 f"| {texts['tokens_before_first_difference']} | {texts['equal_requests']} "
-                f"| {texts['ties']} | {max(distances, default=0.0):.4f} "
+                f"| {texts['ties']} ({texts['ties_of_one_step']}) "
+                f"| {max(distances, default=0.0):.4f} "
                 f"| {texts['beyond_a_tie'] + texts['not_classified']} | {steps['mixed']} | {hits} "
                 f"| {full[0]} ({full[1]}) |"
             )
     for name, total in data.get("totals", {}).items():
         lines.append(
             f"| **all** | {name} | {total['requests']} | {total['tokens_compared']} "
-            f"| {total['equal_requests']} | {total['ties']} "
+            f"| {total['equal_requests']} | {total['ties']} ({total['ties_of_one_step']}) "
             f"| {total['largest_distance'] or 0.0:.4f} "
             f"| {total['beyond_a_tie'] + total['not_classified']} | | | |"
         )
@@ -642,7 +648,11 @@ def main(
     ] = None,
     seeds: Annotated[int, typer.Option(help="requests for each way to sample")] = 12,
     tie: Annotated[
-        float | None, typer.Option(help="largest distance of a tie; default 0.1, on a CPU 1e-4")
+        float | None,
+        typer.Option(
+            help="largest distance of a tie, or one step of the logits' dtype if that is more; "
+            "default 0.1, on a CPU 1e-4"
+        ),
     ] = None,
     least_tokens: Annotated[
         int, typer.Option(help="that must have been compared, for each arm")

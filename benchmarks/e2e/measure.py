@@ -14,7 +14,7 @@ import json
 import os
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -23,8 +23,8 @@ from typing import Any
 from .arms import Arm, Models, Sizes, describe, engine_options, shared_options
 from .cells import Cell, CostModel
 from .client import EngineError, EngineProcess
-from .compare import compare
-from .doubts import Asked
+from .compare import compare, compare_again, in_words
+from .doubts import Asked, OwnTexts
 from .memory import LEAST_CACHE, CacheShape, Room
 from .statistics import accepted_length, rate_ratio, throughput
 
@@ -116,6 +116,7 @@ class Bench:
         self.began = time.monotonic()
         self.processes: dict[str, EngineProcess] = {}
         self.alone_ar: dict[str, dict[str, Any]] = {}
+        self.own_texts = OwnTexts()
         self.sockets: str | None = None
 
     @property
@@ -352,7 +353,11 @@ class Bench:
             finished[arm.name]["plugin"] = process.call("stats", limit) if arm.ours else {}
             finished[arm.name]["memory"] = process.call("memory", limit)
         reference = finished.get("ar") or self.alone_ar.get(cell.name)
-        asked = self._ask(cell, arms, finished, reference, limit)
+        asked = Asked(groups, cell.temperature, run.seed)
+        before: dict[int, tuple[str, Sequence[int]]] = {}
+        if "ar" in finished and finished["ar"]["at_once"]:
+            before = self.own_texts.add(cell.name, asked, finished["ar"]["outputs"])
+        asked = self._ask(cell, arms, finished, reference, asked, before, limit)
         for arm in arms:
             got = finished[arm.name]
             record = {
@@ -379,6 +384,10 @@ class Bench:
                     record["over_ar"] = rate_ratio(got["rounds"], finished["ar"]["rounds"]) | {
                         "formed": "interleaved rounds of the engines"
                     }
+            if arm.kind == "ar" and before:
+                record["ar_again"] = compare_again(
+                    before, got["outputs"], dtype=run.dtype, doubts=asked.of(got["outputs"])
+                )
             self.results.cells.append(record)
             self.say(_line(record))
         if cell is run.cells[0]:
@@ -427,29 +436,37 @@ class Bench:
         arms: list[Arm],
         finished: dict[str, dict[str, Any]],
         reference: dict[str, Any] | None,
+        asked: Asked,
+        before: Mapping[int, tuple[str, Sequence[int]]],
         limit: float,
     ) -> Asked:
-        """AR's doubts where texts differ from its own: it writes those groups once more."""
+        """AR's doubts where texts differ from its own: it writes those groups once more.
+
+        The texts are the arms' and, by request, AR's own of cells `before`. Puts the answers into
+        `asked`, or returns those of an AR that is gone.
+        """
         run = self.run
-        groups = self.prompts[cell.batch, cell.context]
-        asked = Asked(groups, cell.temperature, run.seed)
         if reference is None:
             return asked
-        if run.grouping is Grouping.ALONE and cell.temperature == 0 and arms[-1].kind == "ar":
-            # Its engine is gone when the others' texts are there.
-            for number, prompts in enumerate(groups):
-                asked.answers[number] = self.processes["ar"].call(
-                    "doubts", limit, prompts=prompts, tokens=run.tokens
-                )
-            self.alone_ar[cell.name] = finished["ar"] | {"asked": asked}
-        if run.grouping is Grouping.ALONE:
-            return reference.get("asked", asked)
+        alone = run.grouping is Grouping.ALONE
+        if alone and arms[-1].kind != "ar":
+            return reference["asked"]
+        own = reference["outputs"]
         texts = [
             finished[arm.name]["outputs"]
             for arm in arms
             if arm.kind != "ar" and self._comparable(arm, cell)
         ]
-        for number, question in asked.questions(texts, reference["outputs"]).items():
+        texts.append([before[i][1] if i in before else text for i, text in enumerate(own)])
+        questions = asked.questions(texts, own)
+        if alone and cell.temperature == 0:
+            # Its engine is gone when the others' texts are there.
+            questions = {
+                number: {"prompts": prompts, "tokens": run.tokens}
+                for number, prompts in enumerate(asked.groups)
+            }
+            self.alone_ar[cell.name] = finished["ar"] | {"asked": asked}
+        for number, question in questions.items():
             asked.answers[number] = self.processes["ar"].call("doubts", limit, **question)
         return asked
 
@@ -551,11 +568,10 @@ def _line(record: dict[str, Any]) -> str:
         text += f"  {ratio:5.2f}x AR"
     texts = record.get("texts")
     if texts:
-        text += f"  equal {texts['equal_requests']}/{texts['requests']}"
-        if texts["ties"]:
-            text += f", {texts['ties']} at a tie"
-        if texts["beyond_a_tie"]:
-            text += f", {texts['beyond_a_tie']} BEYOND A TIE"
+        text += f"  equal {in_words(texts, '{} BEYOND A TIE')}"
+    again = record.get("ar_again")
+    if again:
+        text += f"  equal to itself of {', '.join(again['cells'])}: {in_words(again)}"
     return text
 
 

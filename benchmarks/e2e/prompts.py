@@ -8,7 +8,7 @@ file), the standard library first and as many installed packages as are needed.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,30 @@ def cut_prompts(tokenizer: Any, texts: Iterator[str], count: int, length: int) -
             end += 1
         prompts.append(stream[end - length : end])
     return prompts
+
+
+def cut_cells(
+    tokenizer: Any, texts: Sequence[str], groups: Mapping[tuple[int, int], int], *, share: bool
+) -> dict[tuple[int, int], list[list[list[int]]]]:
+    """Prompts of cells, by batch and context: groups of a batch each.
+
+    Cells of a context that have the same number of prompts have the same ones. With `share`, the
+    others take the first of those of the cell with most.
+
+    Args:
+        tokenizer, texts: see :func:`cut_prompts`.
+        groups: number of them, by batch and context.
+
+    Raises:
+        PromptError: no text at all.
+    """
+    found = {}
+    for (batch, context), number in sorted(groups.items()):
+        most = max(n * b for (b, c), n in groups.items() if c == context)
+        count = most if share else number * batch
+        every = cut_prompts(tokenizer, iter(texts), count, context)
+        found[batch, context] = [every[i * batch : i * batch + batch] for i in range(number)]
+    return found
 
 
 class Stream:

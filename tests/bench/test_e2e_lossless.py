@@ -18,10 +18,11 @@ import torch
 
 from benchmarks.e2e.arms import Models, parse_arms
 from benchmarks.e2e.client import EngineError
+from benchmarks.e2e.compare import Doubt
 from benchmarks.e2e.doubts import noise_of, shift_needed
-from benchmarks.e2e.lossless import Lossless, Settings, content, markdown
+from benchmarks.e2e.lossless import Lossless, Settings, _doubts, content, markdown
 from benchmarks.e2e.memory import CacheShape
-from benchmarks.e2e.parts import PARTS, TOGETHER, PartError, Sizes, next_turns
+from benchmarks.e2e.parts import PARTS, TOGETHER, Part, PartError, Request, Sizes, next_turns
 from benchmarks.e2e.serving import StepLog, add_steps
 
 ROOT = Path(__file__).parents[2]
@@ -224,8 +225,9 @@ def test_steps_are_told_apart() -> None:
 
 
 class FakeEngine:
-    """Answers with token 1, but for one place of one engine; scores put 1 and 2 `gap` apart."""
+    """Answers with token 1, but for one place of one engine; logits put 1 and 2 `gap` apart."""
 
+    best = 5.0
     gap = 0.0
     cold = False
     late = False
@@ -257,7 +259,7 @@ class FakeEngine:
             "outputs": outputs,
             "cached": [0 if self.cold else 16 for _ in requests],
             "scores": [
-                {str(p): [(1, 5.0), (2, 5.0 - self.gap)] for p in r.get("places", ())}
+                {str(p): [(1, self.best), (2, self.best - self.gap)] for p in r.get("places", ())}
                 for r in requests
             ],
             "steps": {
@@ -290,6 +292,7 @@ def judged(
     options = data["engines"]["weaver-7"]["options"]
     assert options["enable_prefix_caching"] and options["max_num_batched_tokens"] == 512
     assert "logprobs_mode" not in options
+    assert data["engines"]["ar"]["options"]["logprobs_mode"] == "raw_logits"
     return json.loads(json.dumps(data))
 
 
@@ -308,12 +311,39 @@ def test_a_tie_passes_and_is_counted(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert data["parts"][1]["arms"]["weaver-7"]["cache"]["hits"] > 0
     table = markdown(data)
     assert "| batches | weaver-7 |" in table and "| **all** | ar again |" in table
+    assert ours["ties_of_one_step"] == 0
+
+
+def test_one_step_of_the_logits_is_a_tie_where_they_are_large(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    data = judged(monkeypatch, tmp_path, ["batches"], best=17.0, gap=0.125)
+    assert data["passed"], data["failures"]
+    texts = data["parts"][0]["arms"]["weaver-7"]["texts"]
+    assert texts["ties"] == texts["ties_of_one_step"] == 6 and texts["tie_limit"] == 0.1
+    assert {(d["logit"], d["step"]) for d in texts["differences"]} == {(17.0, 0.125)}
+    assert data["totals"]["weaver-7"]["ties_of_one_step"] == 6
+    assert "| 6 (6) | 0.1250 |" in markdown(data)
+
+
+def test_doubts_of_sampled_texts_know_their_logits() -> None:
+    sampling = {"temperature": 0.5, "seed": 4}
+    part = Part("p", "title", [[Request([9, 9], 3, sampling)]])
+    own, scores = [[5, 7, 8]], {(0, 1): [(7, -17.0), (6, 16.5)]}
+    found, missing = _doubts(part, own, scores)([(0, 1, 6), (0, 2, 6)])
+    assert missing is None and found is not None and found.gap is None
+    needed = shift_needed({7: -17.0, 6: 16.5}, [9, 9], [5], sampling, 6)
+    assert found == Doubt(None, needed, -17.0, 0.5)  # type: ignore[arg-type]
+    # A token that plain vLLM did not show.
+    assert _doubts(part, own, scores)([(0, 1, 4)]) == [None]
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({"gap": 0.4}, "batches: weaver-7: 6 beyond a tie"),
+        ({"best": 17.0, "gap": 0.25}, "batches: weaver-7: 6 beyond a tie"),
+        ({"gap": 0.125}, "batches: weaver-7: 6 beyond a tie"),
         ({"cold": True}, "prefix: ar: 12 prompts were not found in the prefix cache"),
         ({"late": True}, "serve took more than"),
     ],

@@ -21,13 +21,19 @@ from benchmarks.e2e.arms import (
 )
 from benchmarks.e2e.cells import Cell, CostModel, order_cells
 from benchmarks.e2e.client import EngineError
-from benchmarks.e2e.compare import compare
-from benchmarks.e2e.doubts import Asked, doubt_at
+from benchmarks.e2e.compare import Doubt, compare, compare_again, in_words, spacing, step_at
+from benchmarks.e2e.doubts import Asked, OwnTexts, doubt_at, noise_of
 from benchmarks.e2e.measure import WEIGHTS, Bench, Grouping, Results, Run
 from benchmarks.e2e.memory import CacheShape, Room, drafter_bytes, weight_bytes
 from benchmarks.e2e.plots import plot_cells
-from benchmarks.e2e.prompts import PromptError, cut_prompts, load_tokenizer, texts_of
-from benchmarks.e2e.report import lossless, markdown, summary
+from benchmarks.e2e.prompts import (
+    PromptError,
+    cut_cells,
+    cut_prompts,
+    load_tokenizer,
+    texts_of,
+)
+from benchmarks.e2e.report import differing, lossless, markdown, summary
 from benchmarks.e2e.statistics import (
     accepted_length,
     first_difference,
@@ -87,6 +93,9 @@ def test_stock_arms_run_without_the_plugin_and_with_graphs_for_their_batch() -> 
     weaver = options(Arm("weaver", 63))
     assert weaver["additional_config"] == {"weaver": {"proposal": "weaver", "adapter": "adapter"}}
     assert weaver["load_format"] == "expanded"
+    # AR is asked for logits; the others run as they are served.
+    assert options(Arm("ar"))["logprobs_mode"] == "raw_logits"
+    assert "logprobs_mode" not in stock and "logprobs_mode" not in weaver
     with pytest.raises(ArmError, match="--drafter"):
         engine_options(
             Arm("stock", 7), Models("t", None, None), Sizes(1, 1, 1), device="cpu", kv_bytes=1,
@@ -170,9 +179,9 @@ def test_repetition_tells_loops_from_text() -> None:
 def test_differences_are_classified_by_ars_doubt() -> None:
     asked: list[Any] = []
 
-    def doubts(places: list[tuple[int, int, int]]) -> list[tuple[float, float] | None]:
+    def doubts(places: list[tuple[int, int, int]]) -> list[Doubt | None]:
         asked.append(places)
-        return [(0.01, 0.01), (3.0, 5.0), None][: len(places)]
+        return [Doubt(0.01, 0.01, 4.0), Doubt(3.0, 5.0, 4.0), None][: len(places)]
 
     got = [[1, 2, 9], [4, 4, 4], [7, 7, 7], [8, 8, 8]]
     want = [[1, 2, 3], [4, 5, 6], [7, 7, 7], [8, 8, 9]]
@@ -180,17 +189,96 @@ def test_differences_are_classified_by_ars_doubt() -> None:
     assert asked == [[(0, 2, 9), (1, 1, 4), (3, 2, 8)]]
     assert [d["kind"] for d in found["differences"]] == ["tie", "beyond a tie", "not classified"]
     assert found["equal_requests"] == 1
-    assert not lossless([{"texts": found}], strict=False)
+    assert in_words(found) == "1 of 4, 1 at a tie, 1 beyond a tie, 1 not classified"
+    weaver, stock = {"cell": "b1", "arm": "weaver-63"}, {"cell": "b1", "arm": "stock-7"}
+    (line,) = differing([weaver | {"texts": found}], strict=False)
+    assert "b1 weaver-63" in line and "1 beyond a tie, 1 not classified" in line
+    # An arm that samples other texts cannot be classified; of ours that is a failure.
     sampled = compare(got, want, dtype="bfloat16", doubts=None)
     assert sampled["not_classified"] == 3 and len(asked) == 1
-    assert lossless([{"texts": sampled}], strict=False)
-    assert not lossless([{"texts": sampled}], strict=True)
+    assert lossless([stock | {"texts": sampled}], strict=False)
+    assert not lossless([stock | {"texts": sampled}], strict=True)
+    assert not lossless([weaver | {"texts": sampled}], strict=False)
+    assert lossless([weaver], strict=True)
+
+
+def test_every_difference_of_a_large_cell_is_looked_up() -> None:
+    found = compare(
+        [[1]] * 64, [[2]] * 64, dtype="bfloat16",
+        doubts=lambda places: [Doubt(0.0, 0.0, 4.0) for _ in places],
+    )  # fmt: skip
+    assert found["ties"] == 64 and found["not_classified"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_spacing_is_to_the_next_number_of_the_dtype(dtype: str) -> None:
+    kind = getattr(torch, dtype)
+    bits = torch.int32 if dtype == "float32" else torch.int16
+    least = torch.finfo(kind).tiny
+    draws = torch.randn(200, generator=torch.Generator().manual_seed(0)).to(kind).tolist()
+    edges = [16.0, 15.9375, 31.875, 1.0, 0.0, least, least / 2]
+    for value in [*draws, *edges]:
+        size = torch.tensor(abs(value), dtype=kind)
+        after = (size.view(bits) + 1).view(kind)
+        assert spacing(dtype, value) == spacing(dtype, -value) == float(after) - float(size)
+
+
+def test_logits_that_were_not_rounded_to_the_dtype_have_no_step() -> None:
+    assert step_at("bfloat16", 17.25) == 0.125 and step_at("bfloat16", -9.0625) == 0.0625
+    # Of a float32 head, log-probabilities, and a token without a value.
+    assert step_at("bfloat16", 17.3) is None and step_at("bfloat16", -0.1) is None
+    assert step_at("bfloat16", float("-inf")) is None and step_at("bfloat16", float("nan")) is None
+    assert step_at("float32", float(torch.tensor(17.3))) == 2.0**-19
+
+
+@pytest.mark.parametrize(
+    ("doubt", "dtype", "kind", "above"),
+    [
+        # Greedy: equal up to the limit, or to one step of logits that large.
+        (Doubt(0.0625, 0.0625, 20.0), "bfloat16", "tie", 0),
+        (Doubt(0.125, 0.125, 16.0), "bfloat16", "tie", 1),
+        (Doubt(0.125, 0.125, -31.875), "bfloat16", "tie", 1),
+        (Doubt(0.125, 0.125, 15.9375), "bfloat16", "beyond a tie", 0),
+        (Doubt(0.25, 0.25, 16.0), "bfloat16", "beyond a tie", 0),
+        (Doubt(0.25, 0.25, 32.0), "bfloat16", "tie", 1),
+        # Sampled: a step moves the score by a step over T.
+        (Doubt(None, 0.1008, 16.0, 1.0), "bfloat16", "tie", 1),
+        (Doubt(None, 0.1008, 15.9375, 1.0), "bfloat16", "beyond a tie", 0),
+        (Doubt(None, 0.12, 15.9375, 0.5), "bfloat16", "tie", 1),
+        (Doubt(None, 0.13, 15.9375, 0.5), "bfloat16", "beyond a tie", 0),
+        (Doubt(None, 0.07, 16.0, 2.0), "bfloat16", "tie", 0),
+        (Doubt(None, 0.11, 16.0, 2.0), "bfloat16", "beyond a tie", 0),
+        # Not bfloat16 numbers: the limit alone.
+        (Doubt(0.12, 0.12, 16.01), "bfloat16", "beyond a tie", 0),
+        (Doubt(None, float("nan"), 16.0, 1.0), "bfloat16", "beyond a tie", 0),
+        # A step of float32 is far below the limit.
+        (Doubt(1e-4, 1e-4, 20.0), "float32", "tie", 0),
+        (Doubt(2e-4, 2e-4, 20.0), "float32", "beyond a tie", 0),
+    ],
+)
+def test_a_tie_is_up_to_the_limit_or_one_rounding_step(
+    doubt: Doubt, dtype: str, kind: str, above: int
+) -> None:
+    found = compare([[1]], [[2]], dtype=dtype, doubts=lambda _: [doubt])
+    (difference,) = found["differences"]
+    assert difference["kind"] == kind and found["ties_of_one_step"] == above
+    assert difference["logit"] == doubt.logit
+    assert difference["step"] == step_at(dtype, doubt.logit)
+    words = in_words(found)
+    assert ("1 at a tie (1 of one step)" in words) is bool(above)
+    # A smaller limit turns ties within it to ties of a step, never more.
+    strict = compare([[1]], [[2]], dtype=dtype, doubts=lambda _: [doubt], tie=0.0)
+    assert strict["tie_limit"] == 0 and strict["ties"] <= found["ties"]
+    # Results from before there were steps can be shown, too.
+    del found["ties_of_one_step"]
+    assert "of one step" not in in_words(found)
 
 
 def test_a_doubt_is_read_at_its_place_of_the_same_text() -> None:
-    scores = [[[5, -0.1], [6, -2.0]], [[7, -0.5], [8, -0.6]]]
-    assert doubt_at([5, 7], scores, [5, 7], 1, 8) == pytest.approx((0.1, 0.1))
-    assert doubt_at([5, 7], scores, [5, 7], 0, 99) == pytest.approx((1.9, 1.9))
+    scores = [[[5, 17.0], [6, -19.0]], [[7, 4.5], [8, 4.25]]]
+    assert doubt_at([5, 7], scores, [5, 7], 1, 8) == Doubt(0.25, 0.25, 4.5)
+    # Not among the best: at least as far as the last of them.
+    assert doubt_at([5, 7], scores, [5, 7], 0, 99) == Doubt(36.0, 36.0, -19.0)
     assert doubt_at([5, 7], scores, [4, 7], 1, 8) is None
 
 
@@ -206,12 +294,62 @@ def test_a_sampled_difference_is_a_distance_of_what_vllm_maximises() -> None:
     asked.answers[1] = {"texts": [[5, 7]], "scores": [[[[5, -1.0]], [[7, -2.0], [6, -1.5]]]]}
     noise = keyed_gumbel(torch.tensor([9]), torch.tensor([[4]]), torch.tensor([[[7, 6]]])).flatten()
     (found,) = asked.of(own)([(1, 1, 6)])
-    assert found is not None and found[0] is None
-    assert found[1] == pytest.approx(float(-1.0 + noise[0] - noise[1]), abs=1e-6)
+    assert found is not None and found.gap is None
+    assert found.distance == pytest.approx(float(-1.0 + noise[0] - noise[1]), abs=1e-6)
+    assert found.logit == -2.0 and found.temperature == 0.5
     # Group 0 was not asked.
     assert asked.of(own)([(0, 1, 6)]) == [None]
     greedy = Asked(asked.groups, temperature=0.0, seed=9)
     assert "ask" not in greedy.questions([other], own)[1]
+
+
+def test_ars_texts_are_known_again_by_what_they_depend_on() -> None:
+    texts = OwnTexts()
+    one, two, three = [1, 1], [2, 2], [3, 3]
+    # Two batches of one, then a batch of three.
+    small = Asked([[one], [two]], temperature=0.0, seed=5)
+    assert texts.add("b1-t0", small, [[7], [8]]) == {}
+    large = Asked([[three, one, two]], temperature=0.0, seed=5)
+    assert texts.add("b3-t0", large, [[9], [7], [6]]) == {1: ("b1-t0", [7]), 2: ("b1-t0", [8])}
+    # The same cell beside another arm says nothing new.
+    assert texts.add("b3-t0", large, [[9], [7], [6]]) == {}
+    # Sampled, the seed counts: that of a batch's first request is another one's in a larger batch.
+    assert texts.add("b1-t1", Asked([[one], [two]], temperature=1.0, seed=5), [[1], [2]]) == {}
+    sampled = Asked([[two, one]], temperature=1.0, seed=5)
+    assert texts.add("b2-t1", sampled, [[3], [4]]) == {0: ("b1-t1", [2])}
+
+
+def test_ar_is_compared_with_itself_in_other_cells() -> None:
+    own = [[1, 2], [1, 2], [1, 2], [1, 2]]
+    before = {3: ("b1", [1, 4]), 1: ("b1", [1, 2]), 2: ("b4", [5, 2])}
+
+    def doubts(places: list[tuple[int, int, int]]) -> list[Doubt | None]:
+        assert places == [(2, 0, 5), (3, 1, 4)]
+        return [None, Doubt(0.125, 0.125, 17.0)]
+
+    found = compare_again(before, own, dtype="bfloat16", doubts=doubts)
+    assert found["cells"] == ["b1", "b4"]
+    assert found["requests"] == 3 and found["equal_requests"] == 1
+    assert found["ties"] == found["ties_of_one_step"] == found["not_classified"] == 1
+    assert [d["request"] for d in found["differences"]] == [2, 3]
+    assert found["largest_distance"] == 0.125
+
+
+def test_cells_share_their_first_prompts_if_asked_to() -> None:
+    tokenizer = load_tokenizer(str(DEMO / "models/target"))
+    texts = list(texts_of(DEMO / "prompts"))
+    groups = {(1, 50): 4, (4, 50): 1, (8, 50): 1, (2, 30): 1}
+    own = cut_cells(tokenizer, texts, groups, share=False)
+    every = {key: [ids for batch in batches for ids in batch] for key, batches in own.items()}
+    assert {key: [len(batch) for batch in batches] for key, batches in own.items()} == {
+        (1, 50): [1] * 4, (4, 50): [4], (8, 50): [8], (2, 30): [2]
+    }  # fmt: skip
+    assert every[1, 50] == every[4, 50] == cut_prompts(tokenizer, iter(texts), 4, 50)
+    assert every[8, 50][:4] != every[4, 50]
+    shared = cut_cells(tokenizer, texts, groups, share=True)
+    assert shared[8, 50] == own[8, 50] and shared[2, 30] == own[2, 30]
+    assert shared[4, 50] == [shared[8, 50][0][:4]]
+    assert [batch[0] for batch in shared[1, 50]] == shared[4, 50][0]
 
 
 def test_prompts_have_their_length_and_do_not_end_a_line(tmp_path: Path) -> None:
@@ -229,6 +367,8 @@ def test_prompts_have_their_length_and_do_not_end_a_line(tmp_path: Path) -> None
 class FakeEngine:
     """An engine process that decodes at a fixed speed; every token is its place."""
 
+    #: Whether AR's last token in a batch of two is another one than alone.
+    wavering = False
     #: Engines that do not start, and those that fail in the second cell.
     broken: tuple[str, ...] = ()
     breaking: tuple[str, ...] = ()
@@ -288,15 +428,22 @@ class FakeEngine:
             "step_requests": [self.requests] * self.steps,
             "request_passes": [self.steps] * self.requests,
             "request_tokens": [each] * self.requests,
-            "outputs": [list(range(each)) for _ in range(self.requests)],
+            "outputs": self.texts(self.requests, each),
         }
+
+    def texts(self, requests: int, tokens: int) -> list[list[int]]:
+        found = [list(range(tokens)) for _ in range(requests)]
+        if self.wavering and requests == 2:
+            for text in found:
+                text[-1] = 0
+        return found
 
     def warm(self, **_: Any) -> dict[str, Any]:
         return {"seconds": 1.0}
 
-    def doubts(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        scores = [[[place, -0.1], [0, -3.0]] for place in range(tokens)]
-        texts = [list(range(tokens)) for _ in prompts]
+    def doubts(self, prompts: list[list[int]], tokens: int, **_: Any) -> dict[str, Any]:
+        scores = [[[place, 16.0], [0, 16.125]] for place in range(tokens)]
+        texts = self.texts(len(prompts), tokens)
         return {"texts": texts, "scores": [scores for _ in prompts]}
 
     def profile(self, steps: int, trace: str) -> dict[str, Any]:
@@ -318,12 +465,16 @@ class FakeEngine:
 
 
 def run_with_fakes(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, grouping: Grouping, minutes: float = 60.0
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    grouping: Grouping,
+    minutes: float = 60.0,
+    temperature: float = 0.0,
 ) -> tuple[Results, Bench]:
     monkeypatch.setattr("benchmarks.e2e.measure.EngineProcess", FakeEngine)
     run = Run(
         arms=parse_arms("weaver,stock,ddtree", 63, [15, 7], 15),
-        cells=order_cells([1, 2], [16], [0.0]),
+        cells=order_cells([1, 2], [16], [temperature]),
         models=MODELS,
         cache=CacheShape.of(config_27b(), drafter_27b(), 2),
         room=Room(150 * 10**9, 54 * 10**9, 35 * 10**8),
@@ -380,6 +531,42 @@ def test_ratios_go_by_way_of_the_ar_of_the_same_run(
     engines = summary(results)["engines"]
     assert engines["weaver-63"]["state_bytes_per_sequence_beyond_ar"] == 100
     assert engines["weaver-63"]["cache_bytes_per_sequence_beyond_ar"] == {"1024": 200}
+
+
+@pytest.mark.parametrize("grouping", Grouping)
+def test_ar_is_measured_against_itself_across_cells(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, grouping: Grouping
+) -> None:
+    monkeypatch.setattr(FakeEngine, "wavering", True)
+    results, _ = run_with_fakes(monkeypatch, tmp_path, grouping)
+    plain = [r for r in results.cells if r["arm"] == "ar"]
+    found = {r["cell"]: r["ar_again"] for r in plain if "ar_again" in r}
+    # Once, in the later cell, whatever stands beside.
+    assert list(found) == ["b2-c16-t0"] and sum("ar_again" in r for r in plain) == 1
+    again = found["b2-c16-t0"]
+    assert again["cells"] == ["b1-c16-t0"] and again["requests"] == 2
+    assert again["equal_requests"] == 0 and again["ties_of_one_step"] == again["ties"] == 2
+    assert again["largest_distance"] == 0.125
+    assert {d["step"] for d in again["differences"]} == {0.125}
+    # Arms that waver as AR does are equal to it; that AR differs from itself fails nothing.
+    assert lossless(results.cells, strict=True)
+    text = markdown({"cells": results.cells, "skipped": []})
+    assert "itself of b1-c16-t0: 0 of 2, 2 at a tie (2 of one step)" in text
+
+
+@pytest.mark.parametrize("grouping", [Grouping.ALL, Grouping.ALONE])
+def test_ar_is_measured_against_itself_where_it_samples(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, grouping: Grouping
+) -> None:
+    monkeypatch.setattr(FakeEngine, "wavering", True)
+    results, _ = run_with_fakes(monkeypatch, tmp_path, grouping, temperature=1.0)
+    (again,) = [r["ar_again"] for r in results.cells if "ar_again" in r]
+    # Of one prompt, the first of a batch alone has the seed of a batch of one.
+    assert again["requests"] == 1 and again["not_classified"] == 0
+    (difference,) = again["differences"]
+    noise = noise_of(0, 16 + 63 - 1, [0, 63])
+    want = 16.125 - 16.0 + noise[0] - noise[63]
+    assert difference["distance"] == pytest.approx(want) and difference["logit"] == 16.125
 
 
 def test_engines_over_one_copy_of_the_weights_go_on_without_one_that_fails(

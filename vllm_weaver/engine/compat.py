@@ -990,7 +990,8 @@ def require_same_on_all_ranks(value: torch.Tensor, what: str) -> None:
     """
     if get_tensor_model_parallel_world_size() == 1:
         return
-    flat = value.reshape(1, -1).to(torch.int64)
-    gathered = tensor_model_parallel_all_gather(flat, dim=0)
-    if not bool((gathered == flat).all()):
+    # What CPU processes share their memory with takes no integers; float32 holds 16 bits exactly.
+    parts = value.reshape(1, -1).to(torch.int64).view(torch.int16).to(torch.float32)
+    gathered = tensor_model_parallel_all_gather(parts, dim=0)
+    if not bool((gathered == parts).all()):
         raise RuntimeError(f"weaver: tensor-parallel ranks built different {what}")
