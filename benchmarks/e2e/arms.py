@@ -111,6 +111,7 @@ class Models:
         target, drafter, adapter: models; the last two only if an arm needs them.
         expanded: load with `load_format="expanded"` (`benchmarks/expand`).
         title: what they are, for people; the target's name if empty.
+        function: small target with the target's function, if there is one.
     """
 
     target: str
@@ -118,6 +119,7 @@ class Models:
     adapter: str | None
     expanded: bool = False
     title: str = ""
+    function: str | None = None
 
 
 @dataclass(frozen=True)

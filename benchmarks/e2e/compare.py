@@ -37,6 +37,9 @@ class Doubt:
 #: Asks AR: its doubt for each (request, place, token) of its own texts; None where it cannot tell.
 Doubts = Callable[[list[tuple[int, int, int]]], list[Doubt | None]]
 
+#: A doubt's distance for (request, place, token), of the target's function in float32.
+Exact = Callable[[int, int, int], float]
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -44,18 +47,20 @@ class Difference:
 
     Attributes:
         request, place: of the token.
+        kind: "tie", "beyond a tie" or "not classified".
         gap, distance, logit: of AR's doubt there; None if it has none.
         step: between neighbouring numbers of the logits' dtype at `logit`, see :func:`step_at`.
-        kind: "tie", "beyond a tie" or "not classified".
+        exact: the distance in float32, where AR's was too large; below 0 the other token is ahead.
     """
 
     request: int
     place: int
-    gap: float | None
-    distance: float | None
-    logit: float | None
-    step: float | None
     kind: str
+    gap: float | None = None
+    distance: float | None = None
+    logit: float | None = None
+    step: float | None = None
+    exact: float | None = None
 
 
 def spacing(dtype: str, value: float) -> float:
@@ -87,12 +92,17 @@ def compare(
     dtype: str,
     doubts: Doubts | None,
     tie: float | None = None,
+    exact: Exact | None = None,
 ) -> dict[str, Any]:
     """Compare texts, each within the shorter of the two.
 
     A difference is a tie up to a distance of `tie`, by default the dtype's, or of one step of the
     logits' dtype, over T where AR samples: two tokens that are not equal are at least a step apart,
     and rounding moves by whole steps. `ties_of_one_step` counts the ties beyond `tie`.
+
+    What is further apart is a tie all the same if `exact`, where it can be asked, has no more than
+    `tie` between the tokens, or the other one ahead: then AR's own rounding has put them so far
+    apart. `ties_in_float32` counts those.
 
     Without `doubts`, differences are not classified: of sampled texts of vLLM's own speculation,
     which are another draw from the same distribution.
@@ -104,16 +114,24 @@ def compare(
     if where and doubts is not None:
         known = doubts([(i, place, got[i][place]) for i, place in where])
     differences = []
-    beyond_limit = 0
+    beyond_limit = in_float32 = 0
     for (i, place), doubt in zip(where, known, strict=True):
         if doubt is None:
-            differences.append(Difference(i, place, None, None, None, None, "not classified"))
+            differences.append(Difference(i, place, kind="not classified"))
             continue
         step = step_at(dtype, doubt.logit)
         most = max(limit, (step or 0.0) / (doubt.temperature or 1.0))
-        kind = "tie" if doubt.distance <= most else "beyond a tie"
+        kind, true = "tie", None
+        if not doubt.distance <= most:
+            true = exact(i, place, got[i][place]) if exact is not None else None
+            if true is not None and true <= limit:
+                in_float32 += 1
+            else:
+                kind = "beyond a tie"
         beyond_limit += limit < doubt.distance <= most
-        differences.append(Difference(i, place, doubt.gap, doubt.distance, doubt.logit, step, kind))
+        differences.append(
+            Difference(i, place, kind, doubt.gap, doubt.distance, doubt.logit, step, true)
+        )
     compared = sum(min(len(a), len(b)) for a, b in zip(got, want, strict=True))
     equal = sum(
         min(len(a), len(b)) if place is None else place
@@ -127,6 +145,7 @@ def compare(
         "tokens_before_first_difference": equal,
         "ties": kinds.count("tie"),
         "ties_of_one_step": beyond_limit,
+        "ties_in_float32": in_float32,
         "beyond_a_tie": kinds.count("beyond a tie"),
         "not_classified": kinds.count("not classified"),
         "tie_limit": limit,
@@ -142,13 +161,14 @@ def compare_again(
     *,
     dtype: str,
     doubts: Doubts,
+    exact: Exact | None = None,
 ) -> dict[str, Any]:
     """AR's texts of other cells against its own of this one: how often rounding changes a text.
 
     Args:
         before: by request of this cell, the other cell's name and the text there.
         own: texts of this cell.
-        dtype, doubts: see :func:`compare`; AR's doubts in this cell.
+        dtype, doubts, exact: see :func:`compare`; AR's doubts in this cell.
 
     Returns:
         As of :func:`compare`; `cells`: the others' names; `largest_distance` of the differences
@@ -160,6 +180,7 @@ def compare_again(
         [own[number] for number in numbers],
         dtype=dtype,
         doubts=lambda places: doubts([(numbers[i], place, token) for i, place, token in places]),
+        exact=None if exact is None else lambda i, place, token: exact(numbers[i], place, token),
     )
     distances = []
     for difference in found["differences"]:
@@ -175,8 +196,10 @@ def in_words(texts: Mapping[str, Any], beyond: str = "{} beyond a tie") -> str:
     """How many texts are equal, and what the others' differences are; also of older results."""
     words = [f"{texts['equal_requests']} of {texts['requests']}"]
     if texts["ties"]:
-        steps = texts.get("ties_of_one_step", 0)
-        words.append(f"{texts['ties']} at a tie" + (f" ({steps} of one step)" if steps else ""))
+        steps, exact = texts.get("ties_of_one_step", 0), texts.get("ties_in_float32", 0)
+        notes = [f"{steps} of one step"] if steps else []
+        notes += [f"{exact} in float32"] if exact else []
+        words.append(f"{texts['ties']} at a tie" + (f" ({', '.join(notes)})" if notes else ""))
     if texts["beyond_a_tie"]:
         words.append(beyond.format(texts["beyond_a_tie"]))
     if texts["not_classified"]:

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .compare import Doubt, Doubts
+from .compare import Doubt, Doubts, Exact
+from .exact import ExactTarget
 from .statistics import first_difference
 
 Texts = Sequence[Sequence[int]]
@@ -89,6 +90,21 @@ class Asked:
             return found
 
         return ask
+
+    def exactly(self, own: Texts, target: ExactTarget) -> Exact:
+        """Distances of `target` at places of AR's texts `own`."""
+        where = [(g, i) for g, prompts in enumerate(self.groups) for i in range(len(prompts))]
+
+        def distance(request: int, place: int, token: int) -> float:
+            group, i = where[request]
+            prompt, drawn = self.groups[group][i], own[request][place]
+            found = target.distance([*prompt, *own[request][:place]], drawn, token)
+            if not self.temperature:
+                return found
+            noise = noise_of(self.seed + i, len(prompt) + place - 1, [drawn, token])
+            return found / self.temperature + noise[drawn] - noise[token]
+
+        return distance
 
 
 #: [token, logit] of some tokens, at each place of a text.

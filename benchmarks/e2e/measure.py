@@ -23,8 +23,9 @@ from typing import Any
 from .arms import Arm, Models, Sizes, describe, engine_options, shared_options
 from .cells import Cell, CostModel
 from .client import EngineError, EngineProcess
-from .compare import compare, compare_again, in_words
-from .doubts import Asked, OwnTexts
+from .compare import Exact, compare, compare_again, in_words
+from .doubts import Asked, OwnTexts, Texts
+from .exact import ExactTarget
 from .memory import LEAST_CACHE, CacheShape, Room
 from .statistics import accepted_length, rate_ratio, throughput
 
@@ -117,6 +118,8 @@ class Bench:
         self.processes: dict[str, EngineProcess] = {}
         self.alone_ar: dict[str, dict[str, Any]] = {}
         self.own_texts = OwnTexts()
+        function = run.models.function
+        self.exact = None if function is None else ExactTarget(Path(function))
         self.sockets: str | None = None
 
     @property
@@ -379,6 +382,7 @@ class Bench:
                     reference["outputs"],
                     dtype=run.dtype,
                     doubts=asked.of(reference["outputs"]) if self._comparable(arm, cell) else None,
+                    exact=self._exactly(asked, reference["outputs"]),
                 )
                 if run.grouping is not Grouping.ALONE:
                     record["over_ar"] = rate_ratio(got["rounds"], finished["ar"]["rounds"]) | {
@@ -386,7 +390,11 @@ class Bench:
                     }
             if arm.kind == "ar" and before:
                 record["ar_again"] = compare_again(
-                    before, got["outputs"], dtype=run.dtype, doubts=asked.of(got["outputs"])
+                    before,
+                    got["outputs"],
+                    dtype=run.dtype,
+                    doubts=asked.of(got["outputs"]),
+                    exact=self._exactly(asked, got["outputs"]),
                 )
             self.results.cells.append(record)
             self.say(_line(record))
@@ -394,6 +402,12 @@ class Bench:
             for arm in arms:
                 if arm.name in run.profile and arm.name not in self.results.traces:
                     self._profile(arm, cell, limit)
+
+    def _exactly(self, asked: Asked, own: Texts) -> Exact | None:
+        """Distances without rounding, where the engines round and the function is known."""
+        if self.exact is None or self.run.dtype == "float32":
+            return None
+        return asked.exactly(own, self.exact)
 
     def _group(
         self, cell: Cell, arms: list[Arm], prompts: list[list[int]], limit: float

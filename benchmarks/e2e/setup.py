@@ -47,7 +47,8 @@ def choose_models(
     if target is not None:
         return Models(target, drafter, adapter)
     if shape == "none":
-        return Models(str(small / "target"), str(small / "drafter"), str(small / "adapter"))
+        parts = [str(small / part) for part in ("target", "drafter", "adapter")]
+        return Models(*parts, function=parts[0])
     return expand_small(small, shape, layers, Path(tempfile.mkdtemp(prefix="expanded-")))
 
 
@@ -70,7 +71,8 @@ def expand_small(small: Path, shape: str, layers: int | None, out: Path) -> Mode
         raise typer.BadParameter(str(error)) from error
     name = "the packaged models" if small == PACKAGED / "models" else small.name
     title = f"shapes of {shape}{f', {layers} layers' if layers else ''}, function of {name}"
-    return Models(*(str(out / part) for part in ("target", "drafter", "adapter")), True, title)
+    parts = [str(out / part) for part in ("target", "drafter", "adapter")]
+    return Models(*parts, expanded=True, title=title, function=str(small / "target"))
 
 
 def read_model_config(model: str | None) -> dict[str, Any] | None:

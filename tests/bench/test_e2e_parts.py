@@ -23,6 +23,7 @@ from benchmarks.e2e.cells import Cell, CostModel, order_cells
 from benchmarks.e2e.client import EngineError
 from benchmarks.e2e.compare import Doubt, compare, compare_again, in_words, spacing, step_at
 from benchmarks.e2e.doubts import Asked, OwnTexts, doubt_at, noise_of
+from benchmarks.e2e.exact import ExactTarget
 from benchmarks.e2e.measure import WEIGHTS, Bench, Grouping, Results, Run
 from benchmarks.e2e.memory import CacheShape, Room, drafter_bytes, weight_bytes
 from benchmarks.e2e.plots import plot_cells
@@ -272,6 +273,54 @@ def test_a_tie_is_up_to_the_limit_or_one_rounding_step(
     # Results from before there were steps can be shown, too.
     del found["ties_of_one_step"]
     assert "of one step" not in in_words(found)
+
+
+@pytest.mark.parametrize(
+    ("exact", "kind"),
+    [(0.1, "tie"), (-0.3, "tie"), (0.101, "beyond a tie"), (None, "beyond a tie")],
+)
+def test_what_float32_has_equal_is_a_tie(exact: float | None, kind: str) -> None:
+    asked = []
+
+    def distance(request: int, place: int, token: int) -> float:
+        asked.append((request, place, token))
+        assert exact is not None
+        return exact
+
+    doubts = [Doubt(0.25, 0.25, 9.0), Doubt(0.0, 0.0, 9.0)]
+    found = compare(
+        [[1, 3], [4]],
+        [[1, 2], [5]],
+        dtype="bfloat16",
+        doubts=lambda _: list(doubts),
+        exact=None if exact is None else distance,
+    )
+    assert [d["kind"] for d in found["differences"]] == [kind, "tie"]
+    # Only what AR's distance leaves open is asked.
+    assert asked == ([] if exact is None else [(0, 1, 3)])
+    assert [d["exact"] for d in found["differences"]] == [exact, None]
+    assert found["ties_in_float32"] == (kind == "tie")
+    assert ("in float32" in in_words(found)) is (kind == "tie")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.5])
+def test_exact_distances_are_those_of_the_small_target(temperature: float) -> None:
+    from benchmarks.testbed import export
+    from benchmarks.testbed.config import SIZES
+
+    directory = DEMO / "models/target"
+    target = export.load_target(directory, SIZES["nano"].target, "cpu")
+    prompt, own, other = list(range(20, 50)), [[300, 301, 302]], 17
+    with torch.no_grad():
+        hidden, _, _ = target(torch.tensor([[*prompt, 300, 301]]), ())
+        logits = target.logits(hidden)[0, -1]
+    asked = Asked([[prompt]], temperature=temperature, seed=3)
+    expected = logits[302] - logits[other]
+    if temperature:
+        noise = noise_of(3, len(prompt) + 1, [302, other])
+        expected = expected / temperature + noise[302] - noise[other]
+    found = asked.exactly(own, ExactTarget(directory))(0, 2, other)
+    assert found == pytest.approx(float(expected), abs=1e-3)
 
 
 def test_a_doubt_is_read_at_its_place_of_the_same_text() -> None:

@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a small target's function says in float32, where two engines' bfloat16 disagree.
+
+An expanded target computes the small one's function in the large one's dtype. The small one, in
+float32 on a CPU and by Transformers' code, says how far two tokens are apart without either
+engine's rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+
+class ExactTarget:
+    """Logits of a small target in float32.
+
+    Attributes:
+        directory: of the small target.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+
+    @cached_property
+    def _model(self) -> Any:
+        import torch
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32).eval()
+
+    def distance(self, before: Sequence[int], own: int, other: int) -> float:
+        """Logit of `own` less that of `other` after the tokens `before`, prompt included."""
+        import torch
+
+        with torch.inference_mode():
+            found = self._model(torch.tensor([list(before)]), logits_to_keep=1)
+        logits = found.logits[0, -1]
+        return float(logits[own] - logits[other])
