@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ from typing import Any, cast
 
 import pytest
 from running import Plain, TreeEngine, assert_same, greedy, tokens
+from vllm.v1.worker.gpu import warmup
 
 from vllm_weaver.engine import compat
 from vllm_weaver.engine.config import tree_sizes, with_all_widths
@@ -23,6 +26,7 @@ from vllm_weaver.engine.sizes import (
 )
 from vllm_weaver.engine.speculator import WeaverSpeculator
 from vllm_weaver.engine.stats import times_file
+from vllm_weaver.engine.worker import TreeWorkerMixin
 
 
 @pytest.mark.parametrize("budget", [1, 5, 12, 63, 100, 255])
@@ -77,6 +81,42 @@ def test_no_tree_is_woven_larger_than_its_batch_verifies() -> None:
     assert [free[n] for n in (1, 4, 7, 8, 15, 16, 32, 64)] == [63, 63, 63, 31, 31, 15, 7, 3]
     drafts.widths = {64: 4, 8: 64}
     assert [WeaverSpeculator.useful_nodes(cast(Any, drafts), n) for n in (8, 15, 16)] == [63, 63, 7]
+
+
+@pytest.mark.parametrize(
+    ("step_rows", "seqs", "warmed"), [(256, 64, 4), (256, 3, 3), (64, 1, 1), (40, 64, 2)]
+)
+def test_warm_up_decodes_no_more_rows_than_a_step(step_rows: int, seqs: int, warmed: int) -> None:
+    """vLLM warms up as many requests as its runner's configuration allows, with all drafts each."""
+    seen = []
+
+    class Stock:
+        model_runner: Any
+
+        def compile_or_warm_up_model(self) -> str:
+            runner = self.model_runner
+            seen.append(runner.scheduler_config.max_num_seqs)
+            if broken:
+                raise RuntimeError("no memory")
+            return "times"
+
+    class Worker(TreeWorkerMixin, Stock):
+        def __init__(self) -> None:
+            self.model_runner = SimpleNamespace(
+                scheduler_config=SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=8192),
+                model_state=SimpleNamespace(max_step_rows=step_rows),
+                decode_query_len=64,
+            )
+
+    for broken in (False, True):
+        worker = Worker()
+        whole = worker.model_runner.scheduler_config
+        with pytest.raises(RuntimeError) if broken else contextlib.nullcontext():
+            assert worker.compile_or_warm_up_model() == "times"
+        assert worker.model_runner.scheduler_config is whole and whole.max_num_seqs == seqs
+    assert seen == [warmed, warmed]
+    source = inspect.getsource(warmup)
+    assert "model_runner.scheduler_config.max_num_seqs" in source
 
 
 @pytest.mark.parametrize(("most", "sizes"), [(2, None), (4, [(1, 2, 63), (3, 4, 31)])])

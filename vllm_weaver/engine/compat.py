@@ -72,6 +72,12 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     ),
     "vllm.v1.worker.gpu.model_runner:GPUModelRunner.capture_model": ("profile_only",),
     "vllm.v1.worker.gpu_worker:Worker._make_model_runner": (),
+    "vllm.v1.worker.gpu_worker:Worker.compile_or_warm_up_model": (),
+    "vllm.v1.worker.gpu.warmup:warmup_kernels": (
+        "model_runner",
+        "worker_execute_model",
+        "worker_sample_tokens",
+    ),
     "vllm.v1.worker.gpu_worker:Worker.get_kv_cache_spec": (),
     "vllm.v1.worker.worker_base:WorkerBase.get_supported_kv_cache_layouts": (),
     "vllm.platforms.interface:Platform.update_block_size_for_backend": ("vllm_config",),

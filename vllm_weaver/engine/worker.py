@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import atexit
+import copy
 from typing import Any
 
 import torch
@@ -69,6 +70,24 @@ class TreeWorkerMixin(_Worker):
         # Before vLLM fits it to the states.
         self._block_size = vllm_config.cache_config.block_size
         super().__init__(vllm_config, *args, **kwargs)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up as vLLM does, with no more rows of trees than a step has.
+
+        vLLM decodes as many requests as there may be, all with every draft, which is 4,096 rows of
+        logits for 64 requests of 63: memory that no step needs and no profile has accounted for.
+        """
+        runner = self.model_runner
+        whole = runner.scheduler_config
+        # A pair at least: vLLM warms up batches of which one request has no drafts.
+        most = max(2, runner.model_state.max_step_rows // runner.decode_query_len)
+        fewer = copy.copy(whole)
+        fewer.max_num_seqs = min(whole.max_num_seqs, most)
+        runner.scheduler_config = fewer
+        try:
+            return super().compile_or_warm_up_model()
+        finally:
+            runner.scheduler_config = whole
 
     def get_kv_cache_spec(self) -> dict[str, Any]:
         """Cache specs of all layers, without the room that vLLM leaves in states for drafts."""
