@@ -41,8 +41,8 @@ from .drafter import Drafter
 from .evaluate import Walk, cross_entropy, prompts_of, ratio
 from .evaluate import _interval as interval
 from .pack import HUMAN_EVAL
-from .rollouts import load, windows
-from .states import Rows, TextStates
+from .rollouts import group_rows
+from .states import TextStates
 from .target import RUNTIME
 
 PARTS = ("main", "arms", "variants")
@@ -409,20 +409,9 @@ class Ablation:
         stream = torch.from_numpy(np.load(self.work / "train.npy").astype(np.int32))
         stream = stream.to(self.device)
         torch.manual_seed(self.seed + 2)
-        found: tuple[list[Rows], list[Rows]] = ([], [])
-        for i, group in enumerate(size.groups):
-            count = max(1, round(group.text_rows * share)) if group.text_rows else 0
-            own = None
-            if group.rows:
-                own = load(self.work / f"rollouts{i}.npz", group, share, self.device)
-            for which, sets in enumerate((1, size.regular.sets)):
-                ids = windows(stream, sets * count, group.length).int()
-                start = torch.full((len(ids),), size.drafter.block, device=self.device).int()
-                if own is not None:
-                    ids = torch.cat([own[which].ids, ids])
-                    start = torch.cat([own[which].start, start])
-                found[which].append(Rows(ids, start))
-        groups, further = found
+        groups = group_rows(size, self.work, range(1), stream, self.device, share)
+        more = range(1, 1 + size.regular.sets)
+        further = group_rows(size, self.work, more, stream, self.device, share) if more else []
         dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         before, RUNTIME.dtype = RUNTIME.dtype, dtype
         try:

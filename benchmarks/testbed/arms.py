@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from vllm_weaver.adapter import AdapterTables, TreeScorer, WeaverAdapter
@@ -88,26 +89,60 @@ def write(
     seed: int,
 ) -> list[tuple[Text, Tensor | None]]:
     """Continue prompts, each [B, context], once; at temperature 1 with the noise of each draw,
-    [B, tokens + block, V]."""
-    written, count = [], 0
-    for prompt in prompts:
-        device, context = prompt.device, prompt.shape[1]
-        first, again = (torch.Generator(device).manual_seed(seed + count) for _ in range(2))
-        sampled = torch.full((len(prompt),), temperature == 1, device=device)
-        ids = target.generate(prompt, context + tokens + block, sampled, first)
-        noise = None
-        if temperature:
-            # The same generator draws the same noise once more, a position at a time.
-            shape = (len(prompt), target.shape.vocab)
-            drawn = [
-                torch.empty(shape, device=device).exponential_(generator=again)
-                for _ in range(tokens + block)
-            ]
-            noise = -torch.stack(drawn, 1).log()
-        number = count + torch.arange(len(prompt), device=prompt.device)
-        written.append((Text(ids, context, tokens, number), noise))
-        count += len(prompt)
-    return written
+    [B, tokens + block, V].
+
+    Prompts of all lengths are continued together: a step of one token takes as long for a few rows
+    as for all.
+    """
+    device, more = prompts[0].device, tokens + block
+    contexts = [prompt.shape[1] for prompt in prompts]
+    ends = torch.tensor([len(prompt) for prompt in prompts]).cumsum(0).tolist()
+    places = [slice(end - len(p), end) for end, p in zip(ends, prompts, strict=True)]
+    longest = max(contexts)
+    prefix = torch.cat([F.pad(prompt, (0, longest - prompt.shape[1])) for prompt in prompts])
+    known = torch.cat([torch.full((len(p),), p.shape[1], device=device) for p in prompts])
+    sampled = torch.full((len(prefix),), temperature == 1, device=device)
+    first, again = (torch.Generator(device).manual_seed(seed) for _ in range(2))
+    ids = target.generate(prefix, longest + more, sampled, first, known=known)
+    noises: list[Tensor | None] = [None for _ in prompts]
+    if temperature:
+        vocab = target.shape.vocab
+        kept = [torch.empty(len(prompt), more, vocab, device=device) for prompt in prompts]
+        # The same generator draws the same noise once more, a position at a time.
+        for position in range(min(contexts), longest + more):
+            drawn = torch.empty(len(prefix), vocab, device=device).exponential_(generator=again)
+            for noise, context, place in zip(kept, contexts, places, strict=True):
+                if 0 <= position - context < more:
+                    noise[:, position - context] = -drawn[place].log()
+        noises = [*kept]
+    numbers = torch.arange(len(prefix), device=device)
+    return [
+        (Text(ids[place, : context + more], context, tokens, numbers[place]), noise)
+        for context, place, noise in zip(contexts, places, noises, strict=True)
+    ]
+
+
+def _merged(parts: Sequence[Part], most: int) -> list[Part]:
+    """Parts beside each other as one, while they have no more than `most` blocks: building trees
+    takes as long for a few."""
+
+    def cat(values: list[Any]) -> Any:
+        if values[0] is None or isinstance(values[0], int):
+            return values[0]
+        if isinstance(values[0], tuple):
+            return tuple(map(cat, map(list, zip(*values, strict=True))))
+        return torch.cat(values)
+
+    groups: list[list[Part]] = []
+    for part in parts:
+        together = groups[-1] if groups else []
+        blocks = sum(len(p.tokens) for p in [*together, part])
+        if together and together[-1].count == part.count and blocks <= most:
+            together.append(part)
+        else:
+            groups.append([part])
+    names = [field.name for field in dataclasses.fields(Part)]
+    return [Part(**{n: cat([getattr(p, n) for p in group]) for n in names}) for group in groups]
 
 
 @torch.no_grad()
@@ -165,7 +200,7 @@ def prepare(
                      (best.values, best.indices), shared_best)
             )  # fmt: skip
     per_depth = {k: [round(x, 4) for x in (v / blocks).tolist()] for k, v in sums.items()}
-    return Case(kept, parts, per_depth)
+    return Case(kept, _merged(parts, _BLOCKS_AT_ONCE[device.type]), per_depth)
 
 
 class _Rescored:

@@ -31,8 +31,9 @@ STAGES = ("train", "measure", "variants")
 _PARTS = {"measure": ("main", "arms"), "variants": ("variants",)}
 # Seconds that a later stage is left when an earlier one is given its time.
 _AFTER = {"measure": 90.0, "variants": 150.0}
-# Of the time for training: the target's own limit, compilation beside it.
-_TARGET_SHARE = 0.38
+# Seconds of a training process before its clock starts and after it stops: imports, and memory that
+# is given back.
+_AROUND_TRAINING_S = 13.0
 _GRACE = 20.0
 
 
@@ -87,12 +88,13 @@ class Bench:
 
     def train(self, later: Sequence[str]) -> bool:
         seconds = self.left() - sum(_AFTER[stage] for stage in later)
-        limit = self.limit or _TARGET_SHARE * seconds
+        within = seconds - _AROUND_TRAINING_S
+        limit = self.limit or SIZES[self.size].shares.target * within
         stages = [n for n in ("target", "drafter", "adapter") if not self.has(n)]
         if not stages:
             return True
         arguments: list[object] = ["--size", self.size, "--seed", self.seed, "--out", self.state]
-        arguments += ["--stages", ",".join(stages), "--within", round(seconds)]
+        arguments += ["--stages", ",".join(stages), "--within", round(within)]
         if "target" in stages:
             arguments += ["--limits", f"target={limit:.0f}"]
         else:

@@ -23,7 +23,7 @@ from torch import Tensor
 from .config import MASK_ID, DrafterShape, Size, TargetShape
 from .optim import Optimiser, train
 from .states import Rows, TextStates
-from .target import Target, linear, mlp, norm, rope, rotate
+from .target import Target, linear, mlp, norm, piece, rope, rotate
 
 # DFlash's decay of the loss over the block: exp(-(position - 1) / gamma).
 _GAMMA = 7.0
@@ -124,13 +124,15 @@ def try_step(
     packed: dict[str, Tensor],
     device: str,
     dtype: torch.dtype,
-) -> None:
-    """Two forward and backward passes of a fresh speculator: compiles what training will run."""
+) -> dict[str, Tensor]:
+    """Two forward and backward passes of a fresh speculator: compiles what training will run.
+    Returns its own tensors."""
     model = new_speculator(size, target_directory, device, dtype)
     for _ in range(2):
         loss, _ = _loss(size, model, packed)
         loss.backward()
     float(loss.detach())
+    return own_weights(model)
 
 
 def train_drafter(
@@ -154,6 +156,68 @@ def train_drafter(
 
     record = train("drafter", stage, optimiser, loss_of, seconds=seconds, log=log)
     return own_weights(model), record
+
+
+_LAYER = (
+    "input_layernorm",
+    "self_attn.q_proj",
+    "self_attn.q_norm",
+    "self_attn.k_proj",
+    "self_attn.k_norm",
+    "self_attn.v_proj",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
+    "mlp.down_proj",
+)
+
+
+@piece
+def _layer(
+    x: Tensor,
+    context: Tensor,
+    before: Tensor,
+    turns: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]],
+    weights: tuple[Tensor, ...],
+    shape: tuple[int, int, int],
+    block: int,
+    eps: float,
+) -> Tensor:
+    """A layer of the exported drafter over blocks `x` [B, A * block, d], whose rows see the context
+    [B, T, d] where `before` [B, A * block, T], and their own block. `turns` are the angles of the
+    blocks and of the context, `weights` those of `_LAYER`."""
+    gain, q_weight, q_gain, k_weight, k_gain, v_weight, o_weight, *mlp_weights = weights
+    num_heads, kv_heads, head_dim = shape
+    batch, length = context.shape[:2]
+    count, group = x.shape[1] // block, num_heads // kv_heads
+
+    def heads(
+        y: Tensor, weight: Tensor, gain: Tensor | None, angles: tuple[Tensor, Tensor] | None
+    ) -> Tensor:
+        y = linear(y, weight).unflatten(-1, (-1, head_dim))
+        if gain is not None:
+            y = norm(y, gain, eps)
+        y = y.transpose(1, 2)
+        return rotate(y, *angles) if angles is not None else y
+
+    h = norm(x, gain, eps)
+    q = heads(h, q_weight, q_gain, turns[0])
+    keys, values = [], []
+    for source, angles in ((context, turns[1]), (h, turns[0])):
+        keys.append(heads(source, k_weight, k_gain, angles).repeat_interleave(group, 1))
+        values.append(heads(source, v_weight, None, None).repeat_interleave(group, 1))
+    scale = head_dim**-0.5
+    far = (q @ keys[0].transpose(-1, -2)).float() * scale
+    far = far.masked_fill(~before[:, None], float("-inf"))
+    blocks = (batch, num_heads, count, block, head_dim)
+    q, k, v = (t.reshape(blocks) for t in (q, keys[1], values[1]))
+    near = ((q @ k.transpose(-1, -2)).float() * scale).flatten(2, 3)
+    share = torch.cat([far, near], -1).softmax(-1).to(x.dtype)
+    o = share[..., :length] @ values[0]
+    own = share[..., length:].unflatten(2, (count, block)) @ v
+    o = (o + own.flatten(2, 3)).transpose(1, 2).flatten(-2)
+    return mlp(x + linear(o, o_weight), tuple(mlp_weights), eps)
 
 
 class Drafter:
@@ -192,55 +256,21 @@ class Drafter:
         auxiliary states of positions below a, the token at a, and its own D masks.
         """
         weights, target, block = self.weights, self.target, self.shape.block
-        num_heads, kv_heads, head_dim = self.shape.heads(target)
-        batch, length = ids.shape
-        count = anchors.shape[1]
-        device = ids.device
+        heads = self.shape.heads(target)
+        place = torch.arange(ids.shape[1], device=ids.device)
         context = norm(linear(auxiliary.to(self.dtype), weights["fc.weight"]),
                        weights["hidden_norm.weight"], target.eps)  # fmt: skip
         tokens = F.pad(ids.gather(1, anchors)[..., None], (0, block - 1), value=MASK_ID)
         x = F.embedding(tokens, embedding).to(self.dtype).flatten(1, 2)
-        positions = (anchors[..., None] + torch.arange(block, device=device)).flatten(1)
-        turn = tuple(t[:, None] for t in rope(positions, head_dim, target.rope_theta))
-        turn_context = rope(torch.arange(length, device=device), head_dim, target.rope_theta)
-        before = (
-            torch.arange(length, device=device) < anchors.repeat_interleave(block, 1)[..., None]
-        )
-        group = num_heads // kv_heads
-
-        def heads(y: Tensor, name: str, gain: str | None, angles: Any) -> Tensor:
-            y = linear(y, weights[name]).unflatten(-1, (-1, head_dim))
-            if gain is not None:
-                y = norm(y, weights[gain], target.eps)
-            y = y.transpose(1, 2)
-            return rotate(y, *angles) if angles is not None else y
-
+        positions = (anchors[..., None] + torch.arange(block, device=ids.device)).flatten(1)
+        cos, sin = rope(positions, heads[2], target.rope_theta)
+        turns = (cos[:, None], sin[:, None]), rope(place, heads[2], target.rope_theta)
+        before = place < anchors.repeat_interleave(block, 1)[..., None]
         for i in range(self.shape.layers):
-            layer = f"layers.{i}."
-            attention = layer + "self_attn."
-            h = norm(x, weights[layer + "input_layernorm.weight"], target.eps)
-            q = heads(h, attention + "q_proj.weight", attention + "q_norm.weight", turn)
-            keys, values = [], []
-            for source, angles in ((context, turn_context), (h, turn)):
-                k = heads(source, attention + "k_proj.weight", attention + "k_norm.weight", angles)
-                v = heads(source, attention + "v_proj.weight", None, None)
-                keys.append(k.repeat_interleave(group, 1))
-                values.append(v.repeat_interleave(group, 1))
-            scale = head_dim**-0.5
-            far = (q @ keys[0].transpose(-1, -2)).float() * scale
-            far = far.masked_fill(~before[:, None], float("-inf"))
-            blocks = (batch, num_heads, count, block, head_dim)
-            q, k, v = (t.reshape(blocks) for t in (q, keys[1], values[1]))
-            near = ((q @ k.transpose(-1, -2)).float() * scale).flatten(2, 3)
-            share = torch.cat([far, near], -1).softmax(-1).to(self.dtype)
-            o = share[..., :length] @ values[0]
-            own = share[..., length:].unflatten(2, (count, block)) @ v
-            o = (o + own.flatten(2, 3)).transpose(1, 2).flatten(-2)
-            x = x + linear(o, weights[attention + "o_proj.weight"])
-            names = ("post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
-            x = mlp(x, tuple(weights[f"{layer}{n}.weight"] for n in names), target.eps)
+            layer = tuple(weights[f"layers.{i}.{name}.weight"] for name in _LAYER)
+            x = _layer(x, context, before, turns, layer, heads, block, target.eps)
         x = norm(x, weights["norm.weight"], target.eps)
-        return x.unflatten(1, (count, block))[:, :, 1:]
+        return x.unflatten(1, (anchors.shape[1], block))[:, :, 1:]
 
 
 def agreement(

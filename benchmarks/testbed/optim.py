@@ -113,15 +113,17 @@ def train(
 ) -> dict[str, Any]:
     """Run a stage; `loss_of(progress)` gives the loss and what to log beside it.
 
-    With `seconds` given, a stage that would run past it is shortened once, after its first
-    twentieth, and the record says so. `measure` is asked about 20 times, the last time at the end;
-    its answers are the record's `held_out`. Raises FloatingPointError on a loss that is not finite.
+    With `seconds` given, a stage that would run past it is shortened after its first twentieth, and
+    the record says so. Until its rates begin to fall it is planned anew at every twentieth, since
+    others may use the device for a part of the time. `measure` is asked about 20 times, the last
+    time at the end; its answers are the record's `held_out`. Raises FloatingPointError on a loss
+    that is not finite.
     """
     start = time.time()
     steps, step, history, shown = stage.steps, 0, [], start
     measure_at = max(12, stage.steps // 20)
     held_out: list[dict[str, Any]] = []
-    began = start
+    began, counted = start, 0
     while step < steps:
         progress = step / steps
         loss, extra = loss_of(progress)
@@ -134,11 +136,17 @@ def train(
             float(
                 loss.detach()
             )  # waits for the device, so that the clock starts after the slow first steps
-            began = time.time()
-        if seconds is not None and step == measure_at:
+            began, counted = time.time(), step
+        if (
+            seconds is not None
+            and step % measure_at == 0
+            and (step == measure_at or step < (1 - stage.decay) * steps)
+        ):
             float(loss.detach())
-            per_step = (time.time() - began) / max(1, step - 10)
-            steps = max(step, min(steps, step + int((seconds - (time.time() - start)) / per_step)))
+            now = time.time()
+            per_step = (now - began) / max(1, step - counted)
+            began, counted = now, step
+            steps = max(step, min(stage.steps, step + int((seconds - (now - start)) / per_step)))
         if step % 50 == 0 or step in (1, steps):
             value = float(loss.detach())
             if not math.isfinite(value):

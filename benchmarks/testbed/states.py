@@ -10,17 +10,18 @@ Shapes: B rows, T positions, N tokens of all rows side by side, n layers read, d
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from .target import Target
+from .target import RUNTIME, Target
 
 _TOKENS_AT_ONCE = 65536
 # Share of the free GPU memory that the states may take.
-_MOST_OF_FREE = 0.6
+_MOST_OF_FREE = 0.7
 
 
 @dataclasses.dataclass
@@ -31,9 +32,33 @@ class Rows:
     start: Tensor
 
 
+def part_rows(rows: int, most: int) -> int:
+    """How many of `rows` rows to take at once, `most` at the most: as many each time if that is
+    more than half of `most`, so that what is compiled for one shape serves all parts."""
+    most = max(1, min(most, rows))
+    even = next(n for n in range(most, 0, -1) if rows % n == 0)
+    return even if 2 * even > most else most
+
+
+def pass_rows(rows: int, length: int) -> int:
+    """Of `rows` rows of `length` tokens, how many the target reads at once."""
+    return part_rows(rows, _TOKENS_AT_ONCE // length)
+
+
+@contextlib.contextmanager
+def compiled(value: bool) -> Iterator[None]:
+    """Within this context, pieces run compiled or not. Not: many shapes, no gradients."""
+    before, RUNTIME.compiled = RUNTIME.compiled, value
+    try:
+        yield
+    finally:
+        RUNTIME.compiled = before
+
+
 class TextStates:
     """Groups of rows, flat: `ids` [N], the outputs of the layers `layers` side by side
-    (`auxiliary` [N, n * d]) and of the last layer, before the final norm (`last` [N, d])."""
+    (`auxiliary` [N, n * d]) and of the last layer, before the final norm (`last` [N, d]).
+    The target's passes over rows of the groups `compiled` run compiled."""
 
     def __init__(
         self,
@@ -42,7 +67,10 @@ class TextStates:
         layers: tuple[int, ...],
         block: int,
         dtype: torch.dtype,
+        compiled: Container[int] = (),
     ) -> None:
+        self._compiled = compiled
+        self._at_once = [pass_rows(*group.ids.shape) for group in groups]
         self.groups, self.block, self.layers = list(groups), block, layers
         self.device = groups[0].ids.device
         sizes = [group.ids.numel() for group in groups]
@@ -58,19 +86,20 @@ class TextStates:
         self.auxiliary = torch.empty(sum(sizes), len(layers) * width, dtype=dtype, device=place)
         self.last = torch.empty(sum(sizes), width, dtype=dtype, device=place)
         with torch.no_grad():
-            for where, ids in self._parts():
-                _, auxiliary, last = target(ids, layers)
-                assert auxiliary is not None
-                self.auxiliary[where] = auxiliary.flatten(0, 1).to(place, dtype)
-                self.last[where] = last.flatten(0, 1).to(place, dtype)
+            for i, group in enumerate(groups):
+                self._read(target, i, 0, group.ids)
 
-    def _parts(self) -> Iterator[tuple[slice, Tensor]]:
-        for offset, group in zip(self.offsets, self.groups, strict=True):
-            length = group.ids.shape[1]
-            rows = max(1, _TOKENS_AT_ONCE // length)
-            for i, ids in enumerate(group.ids.split(rows)):
-                begin = offset + i * rows * length
-                yield slice(begin, begin + ids.numel()), ids.long()
+    def _read(self, target: Target, group: int, first: int, ids: Tensor) -> None:
+        """The target's outputs over `ids`, which stand from row `first` of a group on."""
+        begin = self.offsets[group] + first * ids.shape[1]
+        with compiled(group in self._compiled):
+            for part in ids.split(self._at_once[group]):
+                _, auxiliary, last = target(part.long(), self.layers)
+                assert auxiliary is not None
+                where = slice(begin, begin + part.numel())
+                self.auxiliary[where] = auxiliary.flatten(0, 1).to(self.auxiliary)
+                self.last[where] = last.flatten(0, 1).to(self.last)
+                begin += part.numel()
 
     def rows(self, group: int, first: int, count: int) -> tuple[Tensor, Tensor, Tensor, int]:
         """Of some rows of a group: ids [B, T], start [B], auxiliary [B, T, n * d], and the place
@@ -88,12 +117,8 @@ class TextStates:
         chosen.ids[first : first + count] = rows.ids
         chosen.start[first : first + count] = rows.start
         begin = self.offsets[group] + first * rows.ids.shape[1]
-        where = slice(begin, begin + rows.ids.numel())
-        _, auxiliary, last = target(rows.ids.long(), self.layers)
-        assert auxiliary is not None
-        self.ids[where] = rows.ids.flatten()
-        self.auxiliary[where] = auxiliary.flatten(0, 1).to(self.auxiliary)
-        self.last[where] = last.flatten(0, 1).to(self.last)
+        self.ids[begin : begin + rows.ids.numel()] = rows.ids.flatten()
+        self._read(target, group, first, rows.ids)
 
     def pack(self, picks: Sequence[Tensor]) -> dict[str, Tensor]:
         """The rows `picks[g]` of each group g side by side as one packed sequence, in the form that

@@ -24,7 +24,7 @@ import sys
 import tarfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +41,13 @@ from . import export, gdn, weaver
 from .config import SIZES, SPECIAL_TOKENS, Size
 from .evaluate import cross_entropy, evaluate, prompts_of
 from .optim import Optimiser, train
-from .rollouts import load, windows
-from .states import Rows, TextStates
+from .rollouts import group_rows, held_out_file, read, rows_file, windows
+from .states import Rows, TextStates, compiled, pass_rows
 from .target import RUNTIME, Target, linear, piece
 
 STAGES = ("target", "drafter", "adapter", "evaluate")
-# With `--within`: seconds that later stages need, evaluation among them, and the drafter's share of
-# what is left.
-_AFTER_DRAFTER_S, _AFTER_ADAPTER_S, _EVALUATION_S = 75.0, 55.0, 48.0
-_DRAFTER_SHARE = 0.6
+# With `--within`: seconds of the evaluation.
+_EVALUATION_S = 48.0
 # Of a given prompt: tokens to continue it with, and how often at temperature 1.
 _GIVEN_TOKENS, _GIVEN_SAMPLES = 64, 16
 # bfloat16 inputs: the two forms differ by a percent or so; a wrong kernel by far more.
@@ -85,6 +83,8 @@ class Run:
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
         self.start = time.time()
         self.compile_adapter = self.device == "cuda"
+        # Groups of rows that the target and the drafter read compiled.
+        self.compiled_passes, self.compiled_drafts = set[int](), set[int]()
         self.dtype = torch.bfloat16 if self.device == "cuda" else torch.float32
         self.record: dict[str, Any] = {
             "command": " ".join(["python -m benchmarks.testbed.train", *sys.argv[1:]]),
@@ -101,6 +101,12 @@ class Run:
 
     def log(self, text: str) -> None:
         print(f"[{time.time() - self.start:6.1f}s] {text}", flush=True)
+
+    def moment(self, text: str) -> None:
+        """Log a line that the record keeps, with its second."""
+        self.log(text)
+        seconds = round(time.time() - self.start, 1)
+        self.record.setdefault("moments", []).append([seconds, text])
 
     def save_record(self) -> None:
         self.record["seconds"] = round(time.time() - self.start, 1)
@@ -123,12 +129,15 @@ class Run:
         """The limit of a stage, so that the run ends `within` its time."""
         if self.within is None or stage in self.limits:
             return self.limits.get(stage)
-        left = self.within - (time.time() - self.start)
-        if "evaluate" not in self.stages:
-            left += _EVALUATION_S
+        shares = self.size.shares
+        left = self.within - (time.time() - self.start) - shares.ending_s
+        if "evaluate" in self.stages:
+            left -= _EVALUATION_S
         if stage == "adapter":
-            return max(1.0, left - _AFTER_ADAPTER_S)
-        return max(1.0, (left - _AFTER_DRAFTER_S) * _DRAFTER_SHARE)
+            return max(1.0, left)
+        left -= shares.drafting_s
+        most = max(left - shares.adapter * self.within, shares.drafter_least * left)
+        return max(1.0, min(shares.drafter * left, most))
 
     def model_directory(self, name: str) -> Path:
         """Where a model lies: in this run's output if it trains it, else copied from elsewhere."""
@@ -139,11 +148,13 @@ class Run:
         return directory
 
 
-def module(name: str, *arguments: object, without_gpu: bool = False) -> subprocess.Popen[bytes]:
-    """Start a module of this package as a process."""
+def module(
+    name: str, *arguments: object, without_gpu: bool = False, told: bool = False
+) -> subprocess.Popen[bytes]:
+    """Start a module of this package as a process; `told`, one that is written to."""
     command = [sys.executable, "-m", f"benchmarks.testbed.{name}", *map(str, arguments)]
     environment = {**os.environ, **({"CUDA_VISIBLE_DEVICES": ""} if without_gpu else {})}
-    return subprocess.Popen(command, env=environment)
+    return subprocess.Popen(command, env=environment, stdin=subprocess.PIPE if told else None)
 
 
 def start_data(run: Run) -> subprocess.Popen[bytes] | None:
@@ -171,36 +182,66 @@ def load_data(run: Run, process: subprocess.Popen[bytes] | None) -> dict[str, Te
     }
 
 
-def start_rollouts(run: Run, target: Path) -> subprocess.Popen[bytes]:
-    return module(
-        "rollouts", run.work, "--size", run.size.name, "--target", target, "--seed", run.seed
-    )
+class Rollouts:
+    """The process that writes the target's own text, and what it has written.
 
+    Without a `target` it gets ready beside the target's training, and is told where it lies
+    (`tell`) when that has ended.
+    """
 
-def load_rollouts(
-    run: Run, process: subprocess.Popen[bytes], stream: Tensor
-) -> tuple[list[Rows], list[Rows]]:
-    """The target's own text of each group, with the group's rows of source text after it; and the
-    rows of the further sets."""
-    if process.wait():
-        raise RuntimeError("the rollouts process failed; its message is above")
-    torch.manual_seed(run.seed + 2)
-    found: tuple[list[Rows], list[Rows]] = ([], [])
-    for i, group in enumerate(run.size.groups):
-        own = None
-        if group.rows:
-            own = load(run.work / f"rollouts{i}.npz", group, 1.0, run.device)
-        for which, sets in enumerate((1, run.size.regular.sets)):
-            text = windows(stream, sets * group.text_rows, group.length).int()
-            start = torch.full((len(text),), run.size.drafter.block, device=run.device)
-            rows = Rows(text, start.int())
-            if own is not None:
-                rows.ids = torch.cat([own[which].ids, rows.ids])
-                rows.start = torch.cat([own[which].start, rows.start])
-            found[which].append(rows)
-        shapes = [tuple(rows[-1].ids.shape) for rows in found]
-        run.log(f"rows: {shapes[0]}, of them source text: {group.text_rows}; further: {shapes[1]}")
-    return found
+    def __init__(self, run: Run, target: Path | None) -> None:
+        self._run, size = run, run.size
+        self._first = [rows_file(run.work, i) for i, g in enumerate(size.groups) if g.rows]
+        self._held_out = held_out_file(run.work)
+        for file in (*self._first, self._held_out):
+            file.unlink(missing_ok=True)
+        arguments = [run.work, "--size", size.name, "--target", target or "-", "--seed", run.seed]
+        self._process = module("rollouts", *arguments, told=target is None)
+
+    def tell(self, target: Path) -> None:
+        pipe = self._process.stdin
+        assert pipe is not None
+        # A process that has died is noticed where its rows are waited for.
+        with contextlib.suppress(BrokenPipeError):
+            pipe.write(f"{target}\n".encode())
+            pipe.close()
+
+    def written(self) -> bool:
+        """Whether the drafter's rows are there."""
+        return all(file.exists() for file in self._first)
+
+    def _wait(self, files: Sequence[Path]) -> None:
+        while not all(file.exists() for file in files):
+            ended = self._process.poll() is not None
+            # What was written before it ended is there now.
+            if ended and not all(file.exists() for file in files):
+                raise RuntimeError("the rollouts process failed; its message is above")
+            time.sleep(0.2)
+
+    def _rows(self, sets: range, stream: Tensor, seed: int) -> list[Rows]:
+        torch.manual_seed(self._run.seed + seed)
+        return group_rows(self._run.size, self._run.work, sets, stream, self._run.device)
+
+    def first(self, stream: Tensor) -> list[Rows]:
+        """The drafter's rows: the target's own text of each group, then source text."""
+        self._wait(self._first)
+        rows = self._rows(range(1), stream, 2)
+        self._run.moment(f"rows: {[tuple(r.ids.shape) for r in rows]}")
+        return rows
+
+    def held_out(self) -> Rows:
+        """Rows after held-out source, every other one sampled."""
+        self._wait([self._held_out])
+        return read(self._held_out, self._run.device)
+
+    def further(self, stream: Tensor) -> list[Rows]:
+        """The rows of the further sets; none if the size has no such sets."""
+        sets = self._run.size.regular.sets
+        if self._process.wait():
+            raise RuntimeError("the rollouts process failed; its message is above")
+        rows = self._rows(range(1, 1 + sets), stream, 5) if sets else []
+        self._run.moment(f"further rows: {[tuple(r.ids.shape) for r in rows]}")
+        return rows
 
 
 def load_prompts(run: Run, tokenizer_file: Path) -> list[Tensor]:
@@ -254,10 +295,10 @@ def warm_up_target(run: Run) -> None:
     for _ in range(2):
         ids = torch.randint(2, size.target.vocab, shape, device=run.device)
         target_loss(target, ids).backward()
-    run.log("warm-up: target compiled")
+    run.moment("warm-up: target compiled")
 
 
-def warm_up_drafts(run: Run, target: Target, directory: Path) -> None:
+def warm_up_drafts(run: Run, target: Target, directory: Path, own_text: Rollouts) -> None:
     """Compile the drafter's and the adapter's step on random tokens; fail early if need be."""
     size, shape = run.size, run.size.drafter
     low, high = len(SPECIAL_TOKENS), size.target.vocab
@@ -269,17 +310,18 @@ def warm_up_drafts(run: Run, target: Target, directory: Path) -> None:
         )
         for n, group in zip(rows, size.groups, strict=True)
     ]
+    weights: dict[str, Tensor] = {}
     if "drafter" in run.stages:
         states = TextStates(target, random, shape.target_layers, shape.block, run.dtype)
         packed = states.draw(rows)
         try:
-            drafting.try_step(size, directory, packed, run.device, run.dtype)
+            weights = drafting.try_step(size, directory, packed, run.device, run.dtype)
         except Exception:  # whatever a compiler raises, dense masks still train, slowly
             run.log("warm-up: compiled drafter failed, dense attention instead")
             traceback.print_exc()
             drafting.DENSE_ATTENTION = True
-            drafting.try_step(size, directory, packed, run.device, run.dtype)
-        run.log("warm-up: drafter compiled")
+            weights = drafting.try_step(size, directory, packed, run.device, run.dtype)
+        run.moment("warm-up: drafter compiled")
     if "adapter" in run.stages:
         try:
             with compiled(run.compile_adapter):
@@ -288,17 +330,48 @@ def warm_up_drafts(run: Run, target: Target, directory: Path) -> None:
             run.log("warm-up: compiled adapter failed, plain steps instead")
             traceback.print_exc()
             run.compile_adapter = False
-        run.log("warm-up: adapter compiled")
+        run.moment("warm-up: adapter compiled")
+    if run.device == "cuda":
+        warm_up_passes(run, target, weights, own_text)
 
 
-@contextlib.contextmanager
-def compiled(value: bool) -> Iterator[None]:
-    """Within this context, pieces run compiled or not. Not: many shapes, no gradients."""
-    before, RUNTIME.compiled = RUNTIME.compiled, value
-    try:
-        yield
-    finally:
-        RUNTIME.compiled = before
+def warm_up_passes(
+    run: Run, target: Target, weights: dict[str, Tensor], own_text: Rollouts
+) -> None:
+    """While the first rows are still being written, compile the frozen passes over rows of each
+    group: the drafter's, which are over a half of what fresh blocks cost, then the target's. What
+    there is no time for, or does not compile, runs as it is."""
+    size = run.size
+
+    def draft(group: int) -> None:
+        args = (size.drafter, size.target, run.device, run.dtype)
+        place = run.model_directory("drafter")
+        drafter = (
+            drafting.Drafter(weights, *args) if weights else drafting.Drafter.load(place, *args)
+        )
+        weaver.try_draft(size, target, drafter, group, run.device, run.dtype)
+
+    def read_rows(group: int) -> None:
+        shape = size.groups[group]
+        rows = pass_rows(shape.rows + shape.text_rows, shape.length)
+        ids = torch.randint(2, size.target.vocab, (rows, shape.length), device=run.device)
+        with torch.no_grad():
+            target(ids, size.drafter.target_layers)
+
+    tasks = [("drafter", draft, run.compiled_drafts)] * ("adapter" in run.stages)
+    tasks.append(("target", read_rows, run.compiled_passes))
+    for name, task, found in tasks:
+        for group in range(len(size.groups)):
+            if own_text.written():
+                return
+            try:
+                with compiled(True):
+                    task(group)
+            except Exception:  # whatever a compiler raises, the plain pass still runs, slowly
+                traceback.print_exc()
+                return
+            found.add(group)
+            run.moment(f"warm-up: {name}'s pass over rows of {size.groups[group].length} compiled")
 
 
 def train_target(run: Run, data: dict[str, Tensor]) -> None:
@@ -314,10 +387,18 @@ def train_target(run: Run, data: dict[str, Tensor]) -> None:
     record = train(
         "target", stage, optimiser, loss_of, seconds=run.limits.get("target"), log=run.log
     )
+    run.moment("target trained")
     record["parameters"] = sum(p.numel() for p in target.parameters())
     record["tokens"] = record["steps"] * stage.rows * size.sequence
     export.save_target(target, run.work / "tokenizer.json", run.out / "target")
     run.finish("target", record, run.out / "target")
+
+
+def free_memory(run: Run) -> None:
+    """Give back what this process holds and does not use: the rollouts share the device with it,
+    and the states' place depends on what is free."""
+    if run.device == "cuda":
+        torch.cuda.empty_cache()
 
 
 def adapter_record(run: Run, steps: int) -> dict[str, Any]:
@@ -352,15 +433,18 @@ def train_drafts(
     run: Run,
     target: Target,
     directory: Path,
-    process: subprocess.Popen[bytes],
+    own_text: Rollouts,
     data: dict[str, Tensor],
 ) -> None:
     """Drafter, then adapter, on one store of the target's states."""
     size, device = run.size, run.device
     shape = size.drafter
-    groups, further = load_rollouts(run, process, data["train"])
-    states = TextStates(target, groups, shape.target_layers, shape.block, run.dtype)
-    run.log(f"target's states of {len(states.ids)} tokens, on {states.place}")
+    groups = own_text.first(data["train"])
+    free_memory(run)
+    states = TextStates(
+        target, groups, shape.target_layers, shape.block, run.dtype, run.compiled_passes
+    )
+    run.moment(f"target's states of {len(states.ids)} tokens, on {states.place}")
     if "drafter" in run.stages:
         torch.manual_seed(run.seed + 3)
         weights, record = drafting.train_drafter(
@@ -372,6 +456,7 @@ def train_drafts(
             seconds=run.seconds_of("drafter"),
             log=run.log,
         )
+        run.moment("drafter trained")
         record["parameters"] = sum(w.numel() for w in weights.values())
         tokenizer = directory / "tokenizer.json"
         export.save_drafter(weights, shape, size.target, tokenizer, run.out / "drafter")
@@ -381,12 +466,16 @@ def train_drafts(
         drafter = drafting.Drafter.load(
             run.model_directory("drafter"), shape, size.target, device, run.dtype
         )
-        draft = weaver.Draft(size, target, drafter, states, further=further)
-        run.log(f"drafter's states of {draft.drafted} blocks")
+        draft = weaver.Draft(size, target, drafter, states, compiled=run.compiled_drafts)
         if not size.regular.uses:
             draft.finish()
-        held_out = weaver.held_out_blocks(size, target, drafter, data["heldout"], run.dtype)
-        run.log("blocks of held-out text")
+        # A device works on after its host: else its time would be another line's.
+        draft.wait()
+        run.moment(f"drafter's states of {draft.drafted} blocks")
+        held_out = weaver.held_out_blocks(size, target, drafter, own_text.held_out(), run.dtype)
+        run.moment("blocks of held-out text")
+        draft.take_turns_with(own_text.further(data["train"]))
+        torch.manual_seed(run.seed + 4)
         with compiled(run.compile_adapter):
             adapter, record = weaver.train_adapter(
                 size,
@@ -478,10 +567,12 @@ def main() -> None:
     data_process = start_data(run)
     own_text = None
     if drafts and run.target is not None:
-        own_text = start_rollouts(run, run.target)
+        own_text = Rollouts(run, run.target)
     choose_kernels(run)
     if "target" in run.stages:
         warm_up_target(run)
+        if drafts:
+            own_text = Rollouts(run, None)
         data = load_data(run, data_process)
         train_target(run, data)
     directory = run.model_directory("target")
@@ -490,8 +581,12 @@ def main() -> None:
         target = export.load_target(directory, size.target, run.device).requires_grad_(False)
         with compiled(False):
             if drafts:
-                own_text = own_text or start_rollouts(run, directory)
-                warm_up_drafts(run, target, directory)
+                if own_text is None:
+                    own_text = Rollouts(run, directory)
+                elif "target" in run.stages:
+                    free_memory(run)
+                    own_text.tell(directory)
+                warm_up_drafts(run, target, directory, own_text)
             if "target" not in run.stages:
                 data = load_data(run, data_process)
             if own_text is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -26,8 +26,7 @@ from vllm_weaver.train.losses import length_weights, path_weights
 from .config import Regular, Size, Stage
 from .drafter import Drafter
 from .optim import Optimiser, train
-from .rollouts import windows
-from .states import Rows, TextStates
+from .states import Rows, TextStates, compiled, part_rows
 from .target import RUNTIME, Target, piece
 
 # Deeper nodes are reached less often; slower than DFlash's own decay, since the adapter's trees
@@ -91,6 +90,7 @@ def draw_anchors(start: Tensor, length: int, block: int, count: int) -> Tensor:
     return start[:, None] + (steps * room / count).long().clamp(max=length)
 
 
+@piece
 def pool_floor(logits: Tensor, pool: int) -> Tensor:
     """[..., V] -> [...]: a logit that about `pool` of the V reach, and no fewer.
 
@@ -128,19 +128,58 @@ class Blocks:
 
 @contextlib.contextmanager
 def _plain_target(dtype: torch.dtype) -> Iterator[None]:
-    """Within this context the target runs in `dtype`, and is not compiled for a few rows."""
-    before = RUNTIME.dtype, RUNTIME.compiled
-    RUNTIME.dtype, RUNTIME.compiled = dtype, False
+    """Within this context the target runs in `dtype`."""
+    before, RUNTIME.dtype = RUNTIME.dtype, dtype
     try:
         yield
     finally:
-        RUNTIME.dtype, RUNTIME.compiled = before
+        RUNTIME.dtype = before
+
+
+def _at_once(rows: int, count: int) -> int:
+    """Of `rows` rows with `count` blocks each, how many are drafted at once."""
+    return part_rows(rows, _BLOCKS_AT_ONCE // count)
+
+
+def _states_of_blocks(
+    drafter: Drafter,
+    auxiliary: Tensor,
+    ids: Tensor,
+    anchors: Tensor,
+    embedding: Tensor,
+    head: Tensor,
+    pool: int,
+) -> tuple[Tensor, Tensor]:
+    """h_draft [R, D, d] of the blocks at `anchors` [B, A], and the floor of their pools [R, D]."""
+    h_draft = drafter(auxiliary, ids, anchors, embedding).flatten(0, 1).to(head.dtype)
+    return h_draft, pool_floor(h_draft @ head.T, pool)
+
+
+@torch.no_grad()
+def try_draft(
+    size: Size, target: Target, drafter: Drafter, group: int, device: str, dtype: torch.dtype
+) -> None:
+    """Draft a part of a group's rows, random ones: compiles what drafting them will run."""
+    shape = size.groups[group]
+    rows = _at_once(shape.rows + shape.text_rows, shape.blocks)
+    read = len(size.drafter.target_layers) * size.target.width
+    start = torch.full((rows,), size.drafter.block, device=device)
+    _states_of_blocks(
+        drafter,
+        torch.randn(rows, shape.length, read, device=device, dtype=dtype),
+        torch.randint(2, size.target.vocab, (rows, shape.length), device=device),
+        draw_anchors(start, shape.length, size.drafter.block, shape.blocks),
+        target.embedding.detach(),
+        target.head.detach().to(dtype),
+        size.adapter.pool,
+    )
 
 
 class Draft:
     """The blocks of all rows of `states`, drafted at random anchors: `blocks[g]` of each row of
     group g. They can be drafted anew in their places at other anchors, a part of the rows at once,
     and of other rows: `further` has rows of each group's length, which take turns with those there.
+    Drafting of the groups `compiled` runs compiled.
 
     Attributes:
         blocks: what a training draws from.
@@ -155,10 +194,11 @@ class Draft:
         states: TextStates,
         blocks: Sequence[int] | None = None,
         further: Sequence[Rows] = (),
+        compiled: Container[int] = (),
     ) -> None:
         self._size, self._drafter, self._states = size, drafter, states
-        self._target, self._further = target, list(further)
-        self._next = [0] * len(self._further)
+        self._target, self._compiled = target, compiled
+        self.take_turns_with(further)
         self._counts = list(blocks or (group.blocks for group in size.groups))
         self._embedding = target.embedding.detach()
         self._head = target.head.detach().to(states.last.dtype)
@@ -166,7 +206,7 @@ class Draft:
         self._parts: list[tuple[int, int, int, int]] = []
         total = 0
         for i, (group, count) in enumerate(zip(states.groups, self._counts, strict=True)):
-            most = max(1, _BLOCKS_AT_ONCE // count)
+            most = _at_once(len(group.ids), count)
             for first in range(0, len(group.ids), most):
                 rows = min(most, len(group.ids) - first)
                 self._parts.append((i, first, rows, total))
@@ -186,6 +226,10 @@ class Draft:
         for part in range(len(self._parts)):
             self._draft(part)
         self._normalise(slice(None))
+
+    def take_turns_with(self, further: Sequence[Rows]) -> None:
+        """From now on `renew` exchanges rows with these, of each group's length."""
+        self._further, self._next = list(further), [0] * len(further)
 
     @torch.no_grad()
     def _normalise(self, where: slice) -> None:
@@ -222,11 +266,21 @@ class Draft:
         where = slice(place, place + local.numel())
         blocks = self.blocks
         blocks.anchors[where] = (offsets[:, None] + local).flatten()
-        h_draft = self._drafter(auxiliary, ids, local, self._embedding).flatten(0, 1)
-        blocks.h_draft[where] = h_draft
-        logits = blocks.h_draft[where] @ self._head.T
-        blocks.floor[where] = pool_floor(logits, self._size.adapter.pool)
+        with compiled(i in self._compiled):
+            blocks.h_draft[where], blocks.floor[where] = _states_of_blocks(
+                self._drafter,
+                auxiliary,
+                ids,
+                local,
+                self._embedding,
+                self._head,
+                self._size.adapter.pool,
+            )
         self.drafted += local.numel()
+
+    def wait(self) -> None:
+        """Wait until what was begun is drafted."""
+        float(self.blocks.floor[-1, -1])
 
     def finish(self) -> Blocks:
         """The blocks, which are not drafted anew any more: lets the target's layer outputs go."""
@@ -263,21 +317,16 @@ def held_out_blocks(
     size: Size,
     target: Target,
     drafter: Drafter,
-    stream: Tensor,
+    rows: Rows,
     dtype: torch.dtype,
 ) -> dict[str, Blocks]:
-    """Blocks of text that the target writes after windows of a stream that nothing was trained on:
-    greedily ("T=0") and at temperature 1 ("T=1")."""
+    """Blocks of text that nothing was trained on (`rollouts.generate_held_out`), written greedily
+    ("T=0", every other row) and at temperature 1 ("T=1")."""
     found = {}
-    rows, block = max(1, size.eval_prompts // 2), size.drafter.block
-    length = size.eval_context + size.eval_tokens + block
+    layers, block = size.drafter.target_layers, size.drafter.block
     for temperature in (0, 1):
-        sampled = torch.full((rows,), temperature == 1, device=stream.device)
-        prefix = windows(stream, rows, size.eval_context)
-        ids = target.generate(prefix, length, sampled).int()
-        start = torch.full((rows,), size.eval_context, device=stream.device)
-        layers = size.drafter.target_layers
-        states = TextStates(target, [Rows(ids, start)], layers, block, dtype)
+        own = Rows(rows.ids[temperature::2], rows.start[temperature::2])
+        states = TextStates(target, [own], layers, block, dtype)
         count = min(_HELD_OUT_BLOCKS, size.eval_tokens)
         found[f"T={temperature}"] = Draft(size, target, drafter, states, [count]).blocks
     return found

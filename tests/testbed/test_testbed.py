@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import gzip
 import json
@@ -13,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.testbed import ablate, arms, pack, rollouts, weaver
-from benchmarks.testbed.config import TOY, Regular
-from benchmarks.testbed.states import Rows, TextStates
+from benchmarks.testbed import ablate, arms, optim, pack, rollouts, train, weaver
+from benchmarks.testbed import target as target_module
+from benchmarks.testbed.config import BENCH, TOY, Regular
+from benchmarks.testbed.drafter import Drafter
+from benchmarks.testbed.states import Rows, TextStates, part_rows
 from benchmarks.testbed.target import RUNTIME, Target
 from vllm_weaver.train.losses import depth_weights, length_weights, path_weights, pool_losses
 
@@ -262,11 +266,12 @@ def test_further_rows_take_turns_with_those_there(
     groups, blocks = draft._states.groups, draft.blocks
     # 5 of group 0 do not divide into its parts of 2 rows; group 1 has none.
     starts = [torch.full((5,), 20), torch.full((0,), 20)]
-    draft._further = [
-        Rows(torch.randint(2, VOCAB, (len(start), group.ids.shape[1])), start)
-        for group, start in zip(groups, starts, strict=True)
-    ]
-    draft._next = [0, 0]
+    draft.take_turns_with(
+        [
+            Rows(torch.randint(2, VOCAB, (len(start), group.ids.shape[1])), start)
+            for group, start in zip(groups, starts, strict=True)
+        ]
+    )
     before = [group.ids.clone() for group in groups]
     further = draft._further[0].ids.clone()
     draft.renew(len(blocks.anchors), other_rows=True)
@@ -295,28 +300,194 @@ def test_further_rows_take_turns_with_those_there(
 
 
 @pytest.mark.parametrize("sets", [0, 1, 2])
-def test_rows_of_a_file_are_the_drafters_and_those_of_further_sets(
+def test_rows_of_files_are_the_drafters_and_those_of_further_sets(
     tmp_path: Path, models: tuple[Target, Any, Any], monkeypatch: pytest.MonkeyPatch, sets: int
 ) -> None:
     """Each prefix and both temperatures have the same share everywhere."""
     target, _, _ = models
     group = dataclasses.replace(TOY.groups[0], rows=16, length=18, prefixes=(14, 16))
-    monkeypatch.setattr(rollouts, "_BATCH", 8)
+    text = dataclasses.replace(TOY.groups[2], length=20, text_rows=4)
+    size = dataclasses.replace(TOY, groups=(group, text))
+    monkeypatch.setattr(rollouts, "_BATCH", 4)
     stream = torch.randint(2, VOCAB, (200,))
-    ids, start = rollouts.generate(target, stream, group, sets)
-    assert len(ids) == 16 * (1 + sets)
-    # The first token says here whether its row was sampled.
-    ids[:, 0] = torch.arange(len(ids)) % 2
-    np.savez(tmp_path / "rows.npz", ids=ids.numpy(), start=start.numpy())
+    written = []
+    for which in range(1 + sets):
+        ids, start = rollouts.generate(target, stream, group)
+        assert len(ids) == 16
+        # The first token says here whether its row was sampled.
+        ids[:, 0] = torch.arange(len(ids)) % 2
+        rollouts.save(rollouts.rows_file(tmp_path, 0, which), (ids, start))
+        written += ids.tolist()
     for share in (1.0, 0.5):
-        own, further = rollouts.load(tmp_path / "rows.npz", group, share, "cpu")
-        for rows, count in ((own, 16 * share), (further, 16 * sets * share)):
-            assert len(rows.ids) == len(rows.start) == count
+        own = rollouts.group_rows(size, tmp_path, range(1), stream, "cpu", share)
+        further = (
+            rollouts.group_rows(size, tmp_path, range(1, 1 + sets), stream, "cpu", share)
+            if (sets)
+            else []
+        )
+        for rows, count in ((own, 1), *([(further, sets)] if sets else [])):
+            assert [len(r.ids) for r in rows] == [16 * share * count, 4 * share * count]
+            assert [len(r.start) for r in rows] == [len(r.ids) for r in rows]
             for prefix in group.prefixes:
-                sampled = rows.ids[rows.start == prefix, 0].float()
-                assert len(sampled) == count / 2 and sampled.sum() == count / 4
-    together = torch.cat([r.ids for r in rollouts.load(tmp_path / "rows.npz", group, 1.0, "cpu")])
-    assert sorted(together.tolist()) == sorted(ids.tolist())
+                sampled = rows[0].ids[rows[0].start == prefix, 0].float()
+                assert len(sampled) == 8 * share * count and sampled.sum() == 4 * share * count
+        if share == 1.0:
+            together = own[0].ids.tolist() + (further[0].ids.tolist() if sets else [])
+            assert sorted(together) == sorted(written)
+    with pytest.raises(ValueError, match="16 rows, not 12: write it anew"):
+        fewer = dataclasses.replace(group, rows=12)
+        rollouts.load(rollouts.rows_file(tmp_path, 0), fewer, 1.0, "cpu")
+
+
+def test_prompts_of_unequal_lengths_are_continued_as_each_alone(
+    models: tuple[Target, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With caches of a few rows at a time, too."""
+    target, _, _ = models
+    prompts = [torch.randint(2, VOCAB, (n, length)) for n, length in ((2, 33), (3, 48))]
+    alone = [target.generate(p, 60, torch.zeros(len(p), dtype=torch.bool)) for p in prompts]
+    monkeypatch.setattr(target_module, "_PREFILL_TOKENS", 70)
+    together = arms.write(target, prompts, 8, 4, 0, seed=1)
+    for one, (text, noise) in zip(alone, together, strict=True):
+        assert noise is None and text.ids.shape[1] == text.context + 12
+        assert torch.equal(one[:, : text.context + 12], text.ids)
+
+
+def test_merged_parts_walk_as_those_they_are_made_of(
+    cases: list[arms.Case], models: tuple[Target, Any, Any]
+) -> None:
+    target, _, adapter = models
+    tables = adapter.precompute(target.embedding, target.head)
+    case = cases[1]
+    assert [len(p.tokens) for p in case.parts] == [15]
+    apart = [
+        arms.Part(**{n: _cut(getattr(case.parts[0], n), place) for n in _PART_FIELDS})
+        for place in (slice(0, 10), slice(10, 15))
+    ]
+    assert len(arms._merged(apart, 14)) == 2 and len(arms._merged(apart, 15)) == 1
+    chosen = {"ddtree": arms.Arm("ddtree", 15), "noisy": arms.Arm("weaver", 15, shared=True)}
+    walks = [
+        arms.run(dataclasses.replace(case, parts=p), chosen, DEPTH, adapter, tables)
+        for p in (apart, arms._merged(apart, 15))
+    ]
+    for name in chosen:
+        for a, b in zip(walks[0][name], walks[1][name], strict=True):
+            assert torch.equal(a, b)
+
+
+_PART_FIELDS = [field.name for field in dataclasses.fields(arms.Part)]
+
+
+def _cut(value: Any, place: slice) -> Any:
+    if isinstance(value, tuple):
+        return tuple(v[place] for v in value)
+    return value[place] if isinstance(value, Tensor) else value
+
+
+@pytest.mark.parametrize("slow", [0.0, 3.0])
+def test_a_stage_that_is_slow_for_a_while_is_planned_anew(
+    monkeypatch: pytest.MonkeyPatch, slow: float
+) -> None:
+    """At `slow` seconds a step for its first 100 s, then at 1: it ends close to its 400 s, unless
+    its own steps are fewer."""
+    clock = [0.0]
+    monkeypatch.setattr(optim.time, "time", lambda: clock[0])
+    weight = torch.nn.Parameter(torch.ones(1))
+    stage = dataclasses.replace(TOY.train_adapter, steps=500)
+    optimiser = optim.Optimiser([("weight", weight)], stage)
+
+    def loss_of(progress: float) -> tuple[Tensor, dict[str, Tensor]]:
+        clock[0] += slow if clock[0] < 100 and slow else 1.0
+        return weight.square().sum(), {}
+
+    record = optim.train("x", stage, optimiser, loss_of, seconds=400, log=lambda text: None)
+    assert 380 <= record["seconds"] <= 402
+    assert record["steps"] == pytest.approx(333 if slow else 400, abs=15)
+    short = dataclasses.replace(stage, steps=100)
+    record = optim.train("x", short, optimiser, loss_of, seconds=400, log=lambda text: None)
+    assert record["steps"] == record["planned_steps"] == 100
+
+
+def test_adapter_has_its_share_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = argparse.Namespace(
+        size="bench", seed=0, out=tmp_path, archive=None, work=None, source=None, target=None,
+        against=None, prompts=None, within=465.0, stages="target,drafter,adapter",
+        limits="target=135",
+    )  # fmt: skip
+    run = train.Run(given)
+    shares = BENCH.shares
+    monkeypatch.setattr(train.time, "time", lambda: run.start + spent)
+    for spent in (240.0, 280.0, 340.0):
+        left = 465 - spent - shares.ending_s
+        assert run.seconds_of("adapter") == pytest.approx(left)
+        drafter = run.seconds_of("drafter")
+        assert drafter is not None
+        rest = left - shares.drafting_s - drafter
+        assert rest >= min(shares.adapter * 465, (left - shares.drafting_s) * 2 / 3) - 1e-6
+        assert drafter <= shares.drafter * (left - shares.drafting_s) + 1e-6
+    assert run.seconds_of("target") == 135
+
+
+@pytest.mark.parametrize(("rows", "most"), [(12288, 170), (12288, 256), (7, 2), (1, 9), (97, 40)])
+def test_parts_of_rows_have_one_shape_where_that_costs_little(rows: int, most: int) -> None:
+    at_once = part_rows(rows, most)
+    assert 1 <= at_once <= min(rows, most)
+    assert rows % at_once == 0 or at_once == min(rows, most)
+    assert 2 * at_once >= min(rows, most)
+
+
+@pytest.mark.slow
+def test_frozen_passes_give_the_same_compiled(
+    models: tuple[Target, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fresh blocks cost: the drafter's pass, the pool's floor, the target's pass."""
+    target, _, _ = models
+    shape, width = TOY.drafter, TOY.target.width
+    torch.manual_seed(6)
+    sizes = {
+        "fc": (width, 3 * width), "hidden_norm": (width,), "norm": (width,),
+    }  # fmt: skip
+    heads, kv_heads, head_dim = shape.heads(TOY.target)
+    for i in range(shape.layers):
+        layer = f"layers.{i}."
+        sizes |= {layer + n: (width,) for n in ("input_layernorm", "post_attention_layernorm")}
+        sizes |= {f"{layer}self_attn.{n}_norm": (head_dim,) for n in "qk"}
+        sizes |= {f"{layer}self_attn.q_proj": (heads * head_dim, width)}
+        sizes |= {f"{layer}self_attn.{n}_proj": (kv_heads * head_dim, width) for n in "kv"}
+        sizes |= {f"{layer}self_attn.o_proj": (width, heads * head_dim)}
+        sizes |= {f"{layer}mlp.{n}_proj": (shape.mlp, width) for n in ("gate", "up")}
+        sizes |= {f"{layer}mlp.down_proj": (width, shape.mlp)}
+    weights = {f"{n}.weight": torch.randn(s) * s[-1] ** -0.5 for n, s in sizes.items()}
+    drafter = Drafter(weights, shape, TOY.target, "cpu", torch.float32)
+    rows = Rows(torch.randint(2, VOCAB, (4, 48)), torch.full((4,), 16))
+    found = []
+    for groups in ((), {0}):
+        torch.manual_seed(7)
+        states = TextStates(target, [rows], shape.target_layers, shape.block, torch.float32, groups)
+        draft = weaver.Draft(TOY, target, drafter, states, [3], compiled=groups)
+        found.append((states.auxiliary, draft.blocks.h_draft, draft.blocks.floor))
+        assert not RUNTIME.compiled
+    for plain, compiled in zip(*found, strict=True):
+        torch.testing.assert_close(plain, compiled, atol=2e-3, rtol=2e-3)
+    assert float(found[0][1].std()) > 0.1
+
+
+def test_blocks_are_renewed_without_a_wait_for_the_device(draft: weaver.Draft) -> None:
+    """A value that the host reads, or a shape that depends on values, would stop it."""
+    seen: set[str] = set()
+
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), named: Any = None
+        ) -> Any:
+            seen.add(function.overloadpacket.__name__)
+            return function(*arguments, **(named or {}))
+
+    draft.take_turns_with([Rows(g.ids.clone(), g.start.clone()) for g in draft._states.groups])
+    with Operations():
+        draft.renew(len(draft.blocks.anchors), other_rows=True)
+    assert {"rms_norm", "mm", "bmm", "copy_", "index"} & seen
+    assert not {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal"} & seen
 
 
 def test_each_part_is_drafted_once_a_round(
@@ -335,7 +506,9 @@ def test_record_of_a_training_shows_held_out_overlap_and_blocks_drafted(
 ) -> None:
     target, drafter, _ = models
     stream = torch.randint(2, VOCAB, (600,))
-    held_out = weaver.held_out_blocks(TOY, target, drafter, stream, torch.float32)
+    rows = Rows(*rollouts.generate_held_out(target, stream, TOY))
+    assert len(rows.ids) == TOY.eval_prompts
+    held_out = weaver.held_out_blocks(TOY, target, drafter, rows, torch.float32)
     assert {k: len(b.anchors) for k, b in held_out.items()} == {"T=0": 32, "T=1": 32}
     first = draft.blocks.anchors.clone()
     stage = dataclasses.replace(TOY.train_adapter, steps=24, rows=15)
@@ -429,7 +602,6 @@ def test_shapes_of_the_bench_size_are_exported_and_read_back(tmp_path: Path) -> 
 
     from benchmarks.testbed import drafter as drafting
     from benchmarks.testbed import export
-    from benchmarks.testbed.config import BENCH
 
     assert BENCH.drafter.heads(BENCH.target) == (8, 4, 128)
     assert BENCH.target.head_dim == 256 and not BENCH.target.tied
