@@ -116,6 +116,8 @@ def prepare_xformers(case: Any, blocks: tuple[int, int, int, int] | None = None)
     # Named, since the choice among its kernels raises a TypeError in xformers 0.0.35. It is the one
     # meant to be chosen up to 128 groups of a batch and 64 rows of a tree.
     op = import_module("xformers.ops.fmha.triton_splitk").FwOp
+    # Its check asks for the wheel's extension all the same.
+    import_module("xformers.ops.fmha.common")._built_with_cuda = True
     if blocks is not None:
         form = dict(zip(("block_m", "block_n", "num_warps", "num_stages"), blocks, strict=True))
         op = op.get_operator(None, **form)
