@@ -200,16 +200,9 @@ class TreeStateMixin(_State):
         rows = batch.num_tokens // batch.num_reqs
         if rows == 1:
             return None
-        step = self.buffers.clear(
-            self.trees,
-            batch.idx_mapping,
-            rows,
-            batch.query_start_loc,
-            batch.input_ids,
-            batch.seq_lens,
-            batch.num_reqs,
-        )
-        # Acceptance follows the graph: compiled here, and not for the first request.
+        # By the kernel that lays out batches, so that the first one finds it compiled.
+        step = self._fill(batch, batch.idx_mapping[:0], rows, batch.num_reqs)
+        # Acceptance follows the graph, and is compiled here, too.
         tree = step.tree
         accept_paths(
             *(tree.tokens, tree.parents, tree.depths, tree.num_nodes, tree.ancestors),
@@ -242,15 +235,13 @@ class TreeStateMixin(_State):
         if (row_counts != rows).any() or not self.buffers.fits(padded, rows):
             step = TreeStep.create(self.trees, slots, row_counts, batch.input_ids, batch.seq_lens)
             return step, step
-        return self.buffers.fill(
-            self.trees,
-            slots,
-            rows,
-            batch.query_start_loc[: n + 1],
-            batch.input_ids,
-            batch.seq_lens,
-            padded,
-        )
+        shown = self._fill(batch, slots, rows, padded)
+        return self.buffers.of(slots, rows), shown
+
+    def _fill(self, batch: InputBatch, slots: torch.Tensor, rows: int, padded: int) -> TreeStep:
+        """See :meth:`StepBuffers.fill`."""
+        starts, lengths = batch.query_start_loc, batch.seq_lens
+        return self.buffers.fill(self.trees, slots, rows, starts, batch.input_ids, lengths, padded)
 
     def prepare_inputs(
         self, input_batch: InputBatch, req_states: RequestState

@@ -359,26 +359,6 @@ class StepBuffers:
             self._views[key] = step
         return self._views[key]
 
-    def clear(
-        self,
-        trees: RequestTrees,
-        slots: torch.Tensor,
-        num_rows: int,
-        query_start_loc: torch.Tensor,
-        input_ids: torch.Tensor,
-        seq_lens: torch.Tensor,
-        num_requests: int,
-    ) -> TreeStep:
-        """Requests without nodes, for a graph that is about to be captured.
-
-        By the kernel that puts batches there, so that the first batch finds it compiled. Arguments
-        as in :meth:`fill`, of a batch of which no request carries a tree.
-        """
-        out = self._tensors(num_requests, num_rows)
-        none, starts = slots[:0], query_start_loc[:1]
-        prepare_step(trees.stored(), none, starts, seq_lens, input_ids, None, out)
-        return self.view(num_requests, num_rows)
-
     def fill(
         self,
         trees: RequestTrees,
@@ -388,23 +368,26 @@ class StepBuffers:
         input_ids: torch.Tensor,
         seq_lens: torch.Tensor,
         padded: int,
-    ) -> tuple[TreeStep, TreeStep]:
-        """Put a batch into the buffers.
+    ) -> TreeStep:
+        """Put a batch into the buffers; requests of the graph beyond it have no nodes.
 
         Args:
             trees: the stored trees.
-            slots: request slots, int64 [n].
+            slots: request slots, int64 [n]; none for a graph that is about to be captured.
             num_rows: T, scheduled rows of each request, root included.
-            query_start_loc: first entry of each request in the batch, int32 [n + 1].
+            query_start_loc: first entry of each request in the batch, int32 [>= n + 1].
             input_ids: tokens of the batch, [>= n * T].
             seq_lens: tokens of each request with its rows, int32 [>= n].
             padded: requests of the graph, at least n.
 
         Returns:
-            The step of the n requests, and that of all ``padded`` ones.
+            The step of all ``padded`` requests; that of the batch's is :meth:`of`.
         """
-        n = len(slots)
+        starts = query_start_loc[: len(slots) + 1]
         out = self._tensors(padded, num_rows)
-        prepare_step(trees.stored(), slots, query_start_loc, seq_lens, input_ids, None, out)
-        step = dataclasses.replace(self.view(n, num_rows), slots=slots)
-        return step, self.view(padded, num_rows)
+        prepare_step(trees.stored(), slots, starts, seq_lens, input_ids, None, out)
+        return self.view(padded, num_rows)
+
+    def of(self, slots: torch.Tensor, num_rows: int) -> TreeStep:
+        """The step of the requests in these slots, int64 [n], which were put there first."""
+        return dataclasses.replace(self.view(len(slots), num_rows), slots=slots)
