@@ -35,6 +35,7 @@ from benchmarks.e2e.prompts import (
     texts_of,
 )
 from benchmarks.e2e.report import differing, lossless, markdown, summary
+from benchmarks.e2e.rounding import rounding
 from benchmarks.e2e.statistics import (
     accepted_length,
     first_difference,
@@ -321,6 +322,16 @@ def test_exact_distances_are_those_of_the_small_target(temperature: float) -> No
         expected = expected / temperature + noise[302] - noise[other]
     found = asked.exactly(own, ExactTarget(directory))(0, 2, other)
     assert found == pytest.approx(float(expected), abs=1e-3)
+
+
+def test_rounding_is_measured_by_the_gap(tmp_path: Path) -> None:
+    rounding(out=tmp_path / "r.json", target=DEMO / "models/target", places=100, length=64)
+    found = json.loads((tmp_path / "r.json").read_text())
+    moved = found["moved_where_gap_below_1"]
+    # A step of bfloat16 below 1 is 0.004, of logits of 20 0.125.
+    assert found["places"] >= 100 and 1e-3 < moved["standard_deviation"] < 0.3
+    assert moved["absolute"]["0.5"] <= moved["absolute"]["0.999"]
+    assert all(0 <= row["other_ahead"] <= 1 for row in found["by_gap"])
 
 
 def test_a_doubt_is_read_at_its_place_of_the_same_text() -> None:
