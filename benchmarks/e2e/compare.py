@@ -37,8 +37,9 @@ class Doubt:
 #: Asks AR: its doubt for each (request, place, token) of its own texts; None where it cannot tell.
 Doubts = Callable[[list[tuple[int, int, int]]], list[Doubt | None]]
 
-#: A doubt's distance for (request, place, token), of the target's function in float32.
-Exact = Callable[[int, int, int], float]
+#: A doubt's distance for (request, place, token), of the target's function in float32; None where
+#: that cannot be asked.
+Exact = Callable[[int, int, int], float | None]
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,30 @@ engine's rounding.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+#: Packages whose kernels Transformers takes, where they are installed, whatever device a model is
+#: on; importing them may initialise a GPU, whose memory the engines share out among themselves.
+_GPU_ONLY = ("fla", "causal_conv1d")
+
+
+@contextlib.contextmanager
+def _plain_torch() -> Iterator[None]:
+    """Within this context, packages with kernels for GPUs alone are not there for importing."""
+    modules: dict[str, Any] = sys.modules
+    before = {name: modules[name] for name in _GPU_ONLY if name in modules}
+    modules.update(dict.fromkeys(_GPU_ONLY))
+    try:
+        yield
+    finally:
+        for name in _GPU_ONLY:
+            del modules[name]
+        modules.update(before)
 
 
 class ExactTarget:
@@ -29,7 +49,9 @@ class ExactTarget:
         import torch
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32).eval()
+        with _plain_torch():
+            model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
+        return model.eval()
 
     def distance(self, before: Sequence[int], own: int, other: int) -> float:
         """Logit of `own` less that of `other` after the tokens `before`, prompt included."""

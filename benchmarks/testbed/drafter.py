@@ -270,7 +270,8 @@ class Drafter:
             layer = tuple(weights[f"layers.{i}.{name}.weight"] for name in _LAYER)
             x = _layer(x, context, before, turns, layer, heads, block, target.eps)
         x = norm(x, weights["norm.weight"], target.eps)
-        return x.unflatten(1, (anchors.shape[1], block))[:, :, 1:]
+        # Whole rows: a product with the head would else be one small product for each block.
+        return x.unflatten(1, (anchors.shape[1], block))[:, :, 1:].contiguous()
 
 
 def agreement(

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -235,10 +236,12 @@ class Rollouts:
         return read(self._held_out, self._run.device)
 
     def further(self, stream: Tensor) -> list[Rows]:
-        """The rows of the further sets; none if the size has no such sets."""
+        """The rows of the further sets; none if the size has no such sets, or they failed."""
         sets = self._run.size.regular.sets
         if self._process.wait():
-            raise RuntimeError("the rollouts process failed; its message is above")
+            # The adapter has rows without them, and a drafter that took minutes.
+            self._run.moment("no further rows: the rollouts process failed; its message is above")
+            return []
         rows = self._rows(range(1, 1 + sets), stream, 5) if sets else []
         self._run.moment(f"further rows: {[tuple(r.ids.shape) for r in rows]}")
         return rows
@@ -474,7 +477,9 @@ def train_drafts(
         run.moment(f"drafter's states of {draft.drafted} blocks")
         held_out = weaver.held_out_blocks(size, target, drafter, own_text.held_out(), run.dtype)
         run.moment("blocks of held-out text")
-        draft.take_turns_with(own_text.further(data["train"]))
+        further = own_text.further(data["train"])
+        draft.take_turns_with(further)
+        regular = size.regular if further else dataclasses.replace(size.regular, sets=0)
         torch.manual_seed(run.seed + 4)
         with compiled(run.compile_adapter):
             adapter, record = weaver.train_adapter(
@@ -484,6 +489,7 @@ def train_drafts(
                 device,
                 seconds=run.seconds_of("adapter"),
                 log=run.log,
+                regular=regular,
                 held_out=held_out,
             )
         metadata = adapter_record(run, record["steps"])

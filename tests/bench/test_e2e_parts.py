@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ from benchmarks.e2e.cells import Cell, CostModel, order_cells
 from benchmarks.e2e.client import EngineError
 from benchmarks.e2e.compare import Doubt, compare, compare_again, in_words, spacing, step_at
 from benchmarks.e2e.doubts import Asked, OwnTexts, doubt_at, noise_of
-from benchmarks.e2e.exact import ExactTarget
+from benchmarks.e2e.exact import ExactTarget, _plain_torch
 from benchmarks.e2e.measure import WEIGHTS, Bench, Grouping, Results, Run
 from benchmarks.e2e.memory import CacheShape, Room, drafter_bytes, weight_bytes
 from benchmarks.e2e.plots import plot_cells
@@ -332,6 +335,48 @@ def test_rounding_is_measured_by_the_gap(tmp_path: Path) -> None:
     assert found["places"] >= 100 and 1e-3 < moved["standard_deviation"] < 0.3
     assert moved["absolute"]["0.5"] <= moved["absolute"]["0.999"]
     assert all(0 <= row["other_ahead"] <= 1 for row in found["by_gap"])
+
+
+def test_the_small_target_takes_no_kernels_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Transformers calls fla's wherever it is installed, and they refuse tensors of a CPU."""
+    (tmp_path / "fla.py").write_text("ops = 1")
+    (tmp_path / "plain_module.py").write_text("try:\n import fla\nexcept ImportError:\n fla = 0")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "fla", raising=False)
+    with pytest.raises(RuntimeError), _plain_torch():
+        plain = importlib.import_module("plain_module")
+        # As older versions look for a package.
+        assert plain.fla == 0 and importlib.util.find_spec("fla") is None
+        raise RuntimeError("no memory")
+    assert sys.modules["plain_module"] is plain
+    fla = importlib.import_module("fla")
+    with _plain_torch(), pytest.raises(ImportError):
+        importlib.import_module("fla")
+    assert sys.modules["fla"] is fla and fla.ops == 1 and "causal_conv1d" not in sys.modules
+
+
+def test_a_run_goes_on_where_the_small_target_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    results, bench = run_with_fakes(monkeypatch, tmp_path, Grouping.ALL)
+    asked, skipped = Asked([[[1, 2]]], 0.0, 0), len(results.skipped)
+    bench.exact = ExactTarget(tmp_path / "missing")
+    exact = bench._exactly(asked, [[5, 6]])
+    assert exact is not None
+    for _ in range(2):
+        found = compare(
+            [[5, 7]],
+            [[5, 6]],
+            dtype="bfloat16",
+            doubts=lambda _: [Doubt(0.25, 0.25, 9.0)],
+            exact=exact,
+        )
+        assert found["beyond_a_tie"] == 1 and found["differences"][0]["exact"] is None
+    # It is said once, and not tried again.
+    assert "small target" in results.skipped[-1]["reason"] and len(results.skipped) == skipped + 1
+    assert bench._exactly(asked, [[5, 6]]) is None
 
 
 def test_a_doubt_is_read_at_its_place_of_the_same_text() -> None:

@@ -12,8 +12,10 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 from running import Plain, TreeEngine, assert_same, greedy, tokens
 from vllm.v1.worker.gpu import warmup
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_weaver.engine import compat
 from vllm_weaver.engine.config import tree_sizes, with_all_widths
@@ -81,6 +83,24 @@ def test_no_tree_is_woven_larger_than_its_batch_verifies() -> None:
     assert [free[n] for n in (1, 4, 7, 8, 15, 16, 32, 64)] == [63, 63, 63, 31, 31, 15, 7, 3]
     drafts.widths = {64: 4, 8: 64}
     assert [WeaverSpeculator.useful_nodes(cast(Any, drafts), n) for n in (8, 15, 16)] == [63, 63, 7]
+
+
+def test_graphs_after_a_memory_profile_look_for_candidates_of_their_trees_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """They are captured by a method of their own, which is not told that the profile has ended."""
+    seen = []
+    monkeypatch.setattr(
+        DFlashSpeculator, "propose", lambda self, *arguments, **named: seen.append(self._profiles)
+    )
+    speculator = object.__new__(WeaverSpeculator)
+    speculator.device, speculator.budget = torch.device("cpu"), 3
+    batch = SimpleNamespace(num_reqs=2)
+    for profile in (True, False):
+        given: list[Any] = [batch, {}, {}, *[None] * 8]
+        tokens = speculator.propose(*given, dummy_run=True, is_profile=profile)
+        assert tokens.shape == (2, 3) and not speculator._profiles
+    assert seen == [True, False]
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,20 @@ from vllm_weaver.train.losses import depth_weights, length_weights, path_weights
 DEPTH, WIDTH, VOCAB = TOY.drafter.depth, TOY.target.width, TOY.target.vocab
 
 
+class Operations(TorchDispatchMode):
+    """Names of the operators that run in its context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        self.seen.add(function.overloadpacket.__name__)
+        return function(*arguments, **(named or {}))
+
+
 def test_corpus_file_gives_its_work_directory_back(tmp_path: Path) -> None:
     work = tmp_path / "work"
     (work / "heldout").mkdir(parents=True)
@@ -408,13 +422,17 @@ def test_a_stage_that_is_slow_for_a_while_is_planned_anew(
     assert record["steps"] == record["planned_steps"] == 100
 
 
-def test_adapter_has_its_share_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given = argparse.Namespace(
-        size="bench", seed=0, out=tmp_path, archive=None, work=None, source=None, target=None,
+def arguments_of(out: Path, size: str) -> argparse.Namespace:
+    (out / "work").mkdir(exist_ok=True)
+    return argparse.Namespace(
+        size=size, seed=0, out=out, archive=None, work=None, source=None, target=None,
         against=None, prompts=None, within=465.0, stages="target,drafter,adapter",
         limits="target=135",
     )  # fmt: skip
-    run = train.Run(given)
+
+
+def test_adapter_has_its_share_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = train.Run(arguments_of(tmp_path, size="bench"))
     shares = BENCH.shares
     monkeypatch.setattr(train.time, "time", lambda: run.start + spent)
     for spent in (240.0, 280.0, 340.0):
@@ -436,12 +454,7 @@ def test_parts_of_rows_have_one_shape_where_that_costs_little(rows: int, most: i
     assert 2 * at_once >= min(rows, most)
 
 
-@pytest.mark.slow
-def test_frozen_passes_give_the_same_compiled(
-    models: tuple[Target, Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What fresh blocks cost: the drafter's pass, the pool's floor, the target's pass."""
-    target, _, _ = models
+def random_drafter() -> Drafter:
     shape, width = TOY.drafter, TOY.target.width
     torch.manual_seed(6)
     sizes = {
@@ -458,7 +471,53 @@ def test_frozen_passes_give_the_same_compiled(
         sizes |= {f"{layer}mlp.{n}_proj": (shape.mlp, width) for n in ("gate", "up")}
         sizes |= {f"{layer}mlp.down_proj": (width, shape.mlp)}
     weights = {f"{n}.weight": torch.randn(s) * s[-1] ** -0.5 for n, s in sizes.items()}
-    drafter = Drafter(weights, shape, TOY.target, "cpu", torch.float32)
+    return Drafter(weights, shape, TOY.target, "cpu", torch.float32)
+
+
+def test_drafted_states_are_multiplied_with_the_head_at_once(
+    models: tuple[Target, Any, Any],
+) -> None:
+    """Not block by block, which at 15 rows each is several times slower on a GPU."""
+    target, _, _ = models
+    auxiliary = torch.randn(4, 48, 3 * TOY.target.width)
+    anchors = torch.tensor([[17, 30]]).expand(4, -1)
+    ids = torch.randint(2, VOCAB, (4, 48))
+    drafter, embedding = random_drafter(), target.embedding.detach()
+    h_draft = drafter(auxiliary, ids, anchors, embedding).flatten(0, 1)
+    with torch.no_grad(), Operations() as operations:
+        logits = h_draft @ target.head.detach().T
+    assert logits.shape == (8, DEPTH, VOCAB)
+    assert "mm" in operations.seen and "bmm" not in operations.seen
+
+
+def test_an_adapter_is_trained_without_further_rows_if_writing_them_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Process:
+        def wait(self) -> int:
+            return status
+
+    monkeypatch.setattr(train, "module", lambda *arguments, **options: Process())
+    target, stream = tmp_path / "target", torch.randint(2, VOCAB, (2000,))
+    for status in (0, 1):
+        run = train.Run(arguments_of(tmp_path, size="toy"))
+        own_text = train.Rollouts(run, target)
+        for i, group in enumerate(TOY.groups[:2]):
+            rows = torch.zeros(group.rows, group.length), torch.full((group.rows,), 16)
+            rollouts.save(rollouts.rows_file(run.work, i, 1), rows)
+        further = own_text.further(stream)
+        assert len(further) == (0 if status else len(TOY.groups))
+        moments = [text for _, text in run.record["moments"]]
+        assert ("the rollouts process failed" in moments[-1]) is bool(status)
+
+
+@pytest.mark.slow
+def test_frozen_passes_give_the_same_compiled(
+    models: tuple[Target, Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What fresh blocks cost: the drafter's pass, the pool's floor, the target's pass."""
+    target, _, _ = models
+    shape, drafter = TOY.drafter, random_drafter()
     rows = Rows(torch.randint(2, VOCAB, (4, 48)), torch.full((4,), 16))
     found = []
     for groups in ((), {0}):
@@ -474,18 +533,10 @@ def test_frozen_passes_give_the_same_compiled(
 
 def test_blocks_are_renewed_without_a_wait_for_the_device(draft: weaver.Draft) -> None:
     """A value that the host reads, or a shape that depends on values, would stop it."""
-    seen: set[str] = set()
-
-    class Operations(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, function: Any, types: Any, arguments: Any = (), named: Any = None
-        ) -> Any:
-            seen.add(function.overloadpacket.__name__)
-            return function(*arguments, **(named or {}))
-
     draft.take_turns_with([Rows(g.ids.clone(), g.start.clone()) for g in draft._states.groups])
-    with Operations():
+    with Operations() as operations:
         draft.renew(len(draft.blocks.anchors), other_rows=True)
+    seen = operations.seen
     assert {"rms_norm", "mm", "bmm", "copy_", "index"} & seen
     assert not {"_local_scalar_dense", "item", "nonzero", "masked_select", "equal"} & seen
 

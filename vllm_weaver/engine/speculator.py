@@ -277,6 +277,8 @@ class WeaverSpeculator(DFlashSpeculator):
             # Keeps out of the graph, which holds the pass that is left out.
             is_profile=is_profile or self._context_only,
         )
+        # Graphs may be captured next, which draft without this method.
+        self._profiles = False
         if self._context_only:
             self._context_only = False
             self.model_state.trees.num_nodes[input_batch.idx_mapping] = 1
