@@ -255,8 +255,7 @@ class Bench:
         # Arms that come first get what they want, the last ones what is left.
         before = run.arms[: run.arms.index(arm)]
         return run.room.among(
-            len(run.arms),
-            drafters=sum(other.kind != "ar" for other in run.arms),
+            [other.kind for other in run.arms],
             taken=sum(
                 self._cache_bytes(other) if other in before else LEAST_CACHE for other in others
             ),

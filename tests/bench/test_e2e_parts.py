@@ -151,6 +151,18 @@ def test_two_27b_engines_fit_an_h200_for_small_batches_alone() -> None:
     assert fits("weaver", 63, 64, together=False)
     assert not fits("stock", 15, 64, together=False)
     assert Room(None, 1, 1).for_cache("stock", None) is None
+    assert Room(None, 1, 1).among(["ar"], 0) is None
+
+    def fit(batch: int, *arms: tuple[str, int]) -> bool:
+        arms = (("ar", 0), *arms)
+        caches = [shape.cache_bytes(*arm, batch, 1280) for arm in arms]
+        return (room.among([kind for kind, _ in arms], sum(caches[:-1])) or 0) >= caches[-1]
+
+    # The first four stood on an H200 at once, with less for the last one's cache.
+    assert fit(16, ("weaver", 63), ("stock", 7), ("stock", 3))
+    assert fit(16, ("weaver", 63), ("stock", 15))
+    assert fit(64, ("stock", 3)) and fit(64, ("weaver", 63))
+    assert not fit(64, ("weaver", 63), ("stock", 3))
 
 
 def test_accepted_length_is_weighted_by_tokens_and_by_requests() -> None:
