@@ -10,6 +10,10 @@ BIN := $(VENV)/bin
 SETUP := $(PYTHON) tools/setup_env.py --venv $(VENV)
 DEV := dev,ray,train
 
+# Some images forbid Python to keep bytecode. Set-up installs none, so each of the dozens of processes
+# that tests and the demo start would compile PyTorch, Transformers and vLLM from their source again.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: help setup demo test lint types clean
 .DEFAULT_GOAL := help
 

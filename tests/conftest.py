@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -24,6 +25,14 @@ if not torch.cuda.is_available():
     vllm_weaver.cpu.enable()
     # Skip vLLM's CPU warm-up pass: it tunes nothing when kernels are interpreted.
     os.environ["VLLM_CPU_CI_ENV"] = "1"
+
+
+def pytest_collection_finish() -> None:
+    """What is there now, a million objects of modules, stays: no collection need look at it.
+
+    vLLM collects garbage a dozen times as it starts an engine.
+    """
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -10,6 +10,7 @@ package in this process. Its line begins with ``ANSWER``.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -39,6 +40,7 @@ def main() -> None:
 def answer_of(run: dict[str, Any]) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
+    gc.freeze()  # else each of a start's collections goes through all of vLLM's modules
     llm = LLM(**run["engine"])
     prompts = [{"prompt_token_ids": prompt} for prompt in run["prompts"]]
     outputs = llm.generate(prompts, SamplingParams(**run["params"]), use_tqdm=False)

@@ -483,9 +483,9 @@ def test_layers_committed_at_once_have_the_bits_of_one_by_one(backend: str) -> N
 def test_every_tiling_of_the_commit_has_decodes_bits(dtype: torch.dtype) -> None:
     from vllm_weaver.ops.gdn.triton_replay import CommitTiling, commit_layers
 
-    case = make_case([oracles.chain(9), oracles.wide(20)], dim=128, dtype=dtype)
+    case = make_case([oracles.chain(5), oracles.wide(20)], dim=128, dtype=dtype)
     _, stash = verify(case)
-    paths = [tree.deepest()[:9] for tree in case.trees]
+    paths = [tree.deepest()[:5] for tree in case.trees]
     length = torch.tensor([len(path) for path in paths], dtype=torch.int32, device=DEVICE)
     decoded = [decode_path(case, r, paths[r], case.state[r].to(DEVICE)) for r in range(2)]
     path, slots = oracles.padded(paths).to(DEVICE), case.slots.to(DEVICE)

@@ -186,6 +186,9 @@ def _engine(arm: str, setting: Setting, prompts: list[list[int]], tokens: int) -
 
         core = plain_core()
     with core:
+        # vLLM collects garbage a dozen times as it starts an engine; what was there before, a
+        # million objects of its modules, need not be looked at. It unfreezes when it stops.
+        gc.freeze()
         return LLM(**options)
 
 
