@@ -152,6 +152,8 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         "xformers.ops.tree_attention": {"tree_attention": tree_attention},
         "xformers.ops.fmha.attn_bias": {"BlockDiagonalPaddedKeysMask": BlockDiagonalPaddedKeysMask},
         "xformers.ops.fmha.triton_splitk": {"FwOp": FwOp},
+        # Whether the extension is there, which its own check of inputs asks on a GPU.
+        "xformers.ops.fmha.common": {"_built_with_cuda": False},
     }
     for name, names in contents.items():
         for end in range(name.count(".") + 1):
@@ -211,6 +213,7 @@ def test_flashinfer_arm_passes_pages_and_masks(case_of: Any, stand_ins: Any) -> 
 def test_xformers_arm_passes_one_tree_and_grouped_heads(case_of: Any, stand_ins: Any) -> None:
     case = case_of(one_tree=True)
     assert max(errors(attention_arms.prepare_xformers(case), case)) < LIMIT
+    assert sys.modules["xformers.ops.fmha.common"]._built_with_cuda
     assert stand_ins == []
     assert max(errors(attention_arms.prepare_xformers(case, (64, 32, 4, 2)), case)) < LIMIT
     assert stand_ins == [
