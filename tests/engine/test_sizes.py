@@ -19,10 +19,15 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_weaver.engine import compat
 from vllm_weaver.engine.config import tree_sizes, with_all_widths
+from vllm_weaver.engine.scheduler import decode_size
 from vllm_weaver.engine.sizes import (
+    LEAST_STEPS,
+    MARGIN,
+    MOST_STEPS,
     PROBE_EVERY,
     PROBE_SECONDS,
     Acceptance,
+    SeenSteps,
     StepTimes,
     best_nodes,
 )
@@ -176,6 +181,75 @@ def test_the_largest_tree_wins_where_rows_are_free_and_none_where_nothing_is_acc
         hopeless.add([1e3] * 15, [600.0] + [100.0] * 14)
     assert hopeless.probability(1) == pytest.approx(0.6, abs=0.02)
     assert best_nodes(4, [0, 3, 15], free, hopeless, 1.02) == 15
+
+
+def test_steps_as_they_ran_count_for_more_than_their_graphs() -> None:
+    """Graphs that hold no request leave out states, sampling and commits, of trees most."""
+    times = StepTimes({(n, k + 1): 10.0 + k for n in (4, 8) for k in (0, 3, 15)}, {8: 2.0})
+    seen = SeenSteps()
+    assert times.step_ms(3, 3, seen) == 15.0
+    for _ in range(LEAST_STEPS - 1):
+        seen.add(4, 3, 30.0)
+    assert times.step_ms(3, 3, seen) == 15.0
+    # Pauses between requests are steps too, and move nothing.
+    seen.add(4, 3, 5000.0)
+    assert times.step_ms(3, 3, seen) == times.step_ms(4, 3, seen) == 30.0
+    # Trees of another size are stretched as these are; plain decoding and other batches are not.
+    assert times.step_ms(4, 15, seen) == 2 * 27.0
+    assert times.step_ms(4, 0, seen) == 10.0 and times.step_ms(5, 3, seen) == 15.0
+    # The newest count, and plain decoding by its own.
+    for _ in range(MOST_STEPS):
+        seen.add(4, 3, 20.0)
+    assert times.step_ms(4, 3, seen) == 20.0
+    offers = Acceptance(15)
+    offers.add([1e4] * 15, [8e3] + [0.0] * 14)
+    assert best_nodes(4, [0, 3, 15], times, offers, MARGIN) == 3
+    assert best_nodes(4, [0, 3, 15], times, offers, MARGIN, seen) == 0
+    for _ in range(LEAST_STEPS):
+        seen.add(4, 0, 16.0)
+    assert best_nodes(4, [0, 3, 15], times, offers, MARGIN, seen) == 3
+    assert times.step_ms(9, 3, seen) is None
+
+
+@pytest.mark.parametrize(
+    ("scheduled", "drafts", "new", "size"),
+    [
+        ({"a": 4, "b": 4}, {"a": [1, 2, 3], "b": [-1] * 3}, [], (2, 3)),
+        ({"a": 1, "b": 1}, {}, [], (2, 0)),
+        ({"a": 4, "b": 1}, {"a": [1, 2, 3]}, [], None),
+        ({"a": 4, "b": 2}, {"a": [1, 2, 3], "b": [1]}, [], None),
+        ({"a": 4, "b": 4}, {"a": [1, 2, 3], "b": [1, 2, 3]}, ["b"], None),
+        ({"a": 64}, {}, [], None),
+        ({}, {}, [], None),
+    ],
+)
+def test_steps_with_prompts_or_of_several_sizes_are_not_timed(
+    scheduled: dict[str, int], drafts: dict[str, list[int]], new: list[str], size: Any
+) -> None:
+    output = SimpleNamespace(
+        num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens=drafts, scheduled_new_reqs=new
+    )
+    assert decode_size(output) == size
+
+
+def test_an_engines_steps_are_timed_while_they_are_alike(
+    plain_of: Callable[..., Plain], tiny_models: dict[str, Path]
+) -> None:
+    weaver = {"proposal": "ddtree", "adapt": True, "rows_per_step": 14}
+    trees = TreeEngine(tiny_models, "dense", weaver=weaver)
+    scheduler = trees.scheduler
+    prompts = [tokens(4 + i, 71) for i in range(2)]
+    want = plain_of("dense").outputs(prompts, greedy(24))
+    assert_same(trees.generate(prompts, greedy(24)), want, plain_of("dense"))
+    # Nothing was known of graphs, so there was nothing to count by.
+    assert not scheduler._steps.times
+    scheduler._times = StepTimes({(4, k + 1): 1.0 for k in (0, 1, 3, 12)}, {4: 1.0})
+    began = time.monotonic()
+    assert_same(trees.generate(prompts, greedy(24)), want, plain_of("dense"))
+    spent = 1e3 * (time.monotonic() - began)
+    ((graph, nodes), steps), *others = scheduler._steps.times.items()
+    assert (graph, nodes) == (4, 3) and all(key[0] == 4 for key, _ in others)
+    assert 2 <= len(steps) <= 24 and min(steps) > 0 and sum(steps) <= spent
 
 
 def test_what_is_not_offered_is_not_forgotten() -> None:

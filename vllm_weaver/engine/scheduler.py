@@ -23,6 +23,7 @@ from vllm_weaver.engine.sizes import (
     PROBE_EVERY,
     PROBE_SECONDS,
     Acceptance,
+    SeenSteps,
     StepTimes,
     best_nodes,
 )
@@ -30,6 +31,26 @@ from vllm_weaver.engine.stats import PUBLISH_SECONDS, stats_file, times_file
 
 # Base of the mixin, whose methods come from the class that it is mixed into.
 _Scheduler: Any = object
+
+
+#: Steps of one size in a row before the next one is timed.
+_ALIKE = 3
+
+
+def decode_size(output: Any) -> tuple[int, int] | None:
+    """Requests of a step and drafts of each; None if a prompt is among them, or they differ.
+
+    Args:
+        output: vLLM's `SchedulerOutput`.
+    """
+    scheduled, drafts = output.num_scheduled_tokens, output.scheduled_spec_decode_tokens
+    if not scheduled or output.scheduled_new_reqs:
+        return None
+    nodes = len(next(iter(drafts.values()))) if drafts else 0
+    if nodes and len(drafts) < len(scheduled):
+        return None
+    alike = all(tokens == nodes + 1 for tokens in scheduled.values())
+    return (len(scheduled), nodes) if alike else None
 
 
 class AdaptiveSizesMixin(_Scheduler):
@@ -42,6 +63,8 @@ class AdaptiveSizesMixin(_Scheduler):
         instance = self.vllm_config.instance_id
         self._files = times_file(instance), stats_file(instance)
         self._times: StepTimes | None = None
+        self._steps = SeenSteps()
+        self._last: tuple[float, tuple[int, int] | None, int] = (0.0, None, 0)
         self._seen: list[list[float]] | None = None
         self._acceptance = Acceptance(self.num_spec_tokens)
         self._refreshed = time.monotonic()
@@ -69,7 +92,25 @@ class AdaptiveSizesMixin(_Scheduler):
             self.refresh_sizes()
         elif self._after_probe is not None and now - self._refreshed >= PROBE_SECONDS:
             self.dynamic_sd_lookup, self._after_probe = self._after_probe, None
-        return super().schedule(*args, **kwargs)
+        output = super().schedule(*args, **kwargs)
+        self._see(now, output)
+        return output
+
+    def _see(self, now: float, output: Any) -> None:
+        """Time the step before this one, if the steps around it were like it.
+
+        A scheduler that works ahead is held up by the step before the last, so what lies between
+        two calls is the time of a step where several in a row are alike.
+        """
+        before, size, alike = self._last
+        own = decode_size(output)
+        if own is None or own != size:
+            self._last = now, own, 0
+            return
+        self._last = now, own, alike + 1
+        graph = None if self._times is None else self._times.graph_of(*own)
+        if graph is not None and alike >= _ALIKE:
+            self._steps.add(graph, own[1], 1e3 * (now - before))
 
     def refresh_sizes(self) -> None:
         """Read what has been published, and choose anew for every batch size."""
@@ -88,7 +129,9 @@ class AdaptiveSizesMixin(_Scheduler):
         for requests in range(1, len(table)):
             # Memory was reserved for the rows of the largest batch of the fixed table.
             choices = [k for k in self._choices if requests * (k + 1) <= self._most]
-            best = best_nodes(requests, choices, self._times, self._acceptance, MARGIN)
+            best = best_nodes(
+                *(requests, choices, self._times, self._acceptance, MARGIN), self._steps
+            )
             if best is not None:
                 table[requests] = best
         self.dynamic_sd_lookup, self._after_probe = table, None

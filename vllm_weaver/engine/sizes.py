@@ -13,6 +13,8 @@ Knows neither vLLM nor a device.
 from __future__ import annotations
 
 import json
+import statistics
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,11 +26,13 @@ PRIOR = 0.9
 PRIOR_PASSES = 32.0
 #: Share of earlier observations of a node that a refresh with new ones keeps.
 MEMORY = 0.8
-#: Trees must promise this much more than plain decoding, which leaves room for what the times
-#: leave out: sampling, acceptance and commit.
+#: Trees must promise this much more than plain decoding.
 MARGIN = 1.02
 #: Refreshes from one probe of the largest trees, which keeps their acceptance known, to the next.
 PROBE_EVERY = 16
+#: Steps of a size that must have been seen before their own time counts, and how many are kept.
+LEAST_STEPS = 16
+MOST_STEPS = 64
 #: A probe's seconds: below 1 % of the time between two, so that it costs less than half a percent
 #: where trees take twice as long as they are worth.
 PROBE_SECONDS = 0.25
@@ -46,21 +50,47 @@ class StepTimes:
     verify: dict[tuple[int, int], float]
     draft: dict[int, float]
 
-    def step_ms(self, requests: int, nodes: int) -> float | None:
-        """Time of a step of ``requests`` trees of ``nodes``; None where it was not measured.
+    def graph_of(self, requests: int, nodes: int) -> int | None:
+        """Requests of the smallest graph that holds so many with trees of ``nodes``."""
+        return min(
+            (n for n, rows in self.verify if rows == nodes + 1 and n >= requests), default=None
+        )
 
-        A batch runs in the smallest graph that holds it.
-        """
-        sizes = [n for n, rows in self.verify if rows == nodes + 1 and n >= requests]
-        if not sizes:
+    def graphs_ms(self, requests: int, nodes: int) -> float | None:
+        """Time of the graphs of a step alone; None where it was not measured."""
+        size = self.graph_of(requests, nodes)
+        if size is None:
             return None
-        total = self.verify[min(sizes), nodes + 1]
+        total = self.verify[size, nodes + 1]
         if nodes:
             drafts = [n for n in self.draft if n >= requests]
             if not drafts:
                 return None
             total += self.draft[min(drafts)]
         return total
+
+    def step_ms(self, requests: int, nodes: int, seen: SeenSteps | None = None) -> float | None:
+        """Time of a step of ``requests`` trees of ``nodes``; None where it was not measured.
+
+        That of the steps which were seen, once they are enough. Before that the graphs' time, which
+        holds neither what requests add to it (states, keys) nor what follows the graph (sampling,
+        acceptance, commit): of trees it is stretched as those of other sizes are that were seen.
+        """
+        graphs = self.graphs_ms(requests, nodes)
+        if graphs is None or seen is None:
+            return graphs
+        own = seen.milliseconds(self.graph_of(requests, nodes), nodes)
+        if own is not None:
+            return own
+        if not nodes:
+            return graphs
+        stretched = []
+        for rows in {rows for _, rows in self.verify if rows > 1}:
+            other = self.graphs_ms(requests, rows - 1)
+            known = seen.milliseconds(self.graph_of(requests, rows - 1), rows - 1)
+            if other and known is not None:
+                stretched.append(known / other)
+        return graphs * statistics.median(stretched) if stretched else graphs
 
     def save(self, file: Path) -> None:
         """Write as JSON; a reader never sees half of it."""
@@ -80,6 +110,27 @@ class StepTimes:
             )
         except (OSError, ValueError, KeyError, TypeError):
             return None
+
+
+@dataclass
+class SeenSteps:
+    """Milliseconds of the last steps of each size, from one step to the next.
+
+    Attributes:
+        times: by requests of the graph and nodes; the newest `MOST_STEPS`.
+    """
+
+    times: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
+
+    def add(self, graph: int, nodes: int, milliseconds: float) -> None:
+        """A step between steps of the same size."""
+        times = self.times.setdefault((graph, nodes), deque(maxlen=MOST_STEPS))
+        times.append(milliseconds)
+
+    def milliseconds(self, graph: int | None, nodes: int) -> float | None:
+        """The median, which pauses between requests do not move; None of too few steps."""
+        times = self.times.get((graph or 0, nodes), ())
+        return statistics.median(times) if len(times) >= LEAST_STEPS else None
 
 
 @dataclass
@@ -120,7 +171,12 @@ class Acceptance:
 
 
 def best_nodes(
-    requests: int, choices: Sequence[int], times: StepTimes, acceptance: Acceptance, margin: float
+    requests: int,
+    choices: Sequence[int],
+    times: StepTimes,
+    acceptance: Acceptance,
+    margin: float,
+    seen: SeenSteps | None = None,
 ) -> int | None:
     """Nodes per tree that emit most tokens a millisecond in a batch of ``requests``.
 
@@ -130,13 +186,14 @@ def best_nodes(
         times: of the steps.
         acceptance: of the nodes.
         margin: trees must promise so much more than plain decoding, as a factor.
+        seen: steps as they ran.
 
     Returns:
         One of ``choices``; None where no time is known.
     """
     best, most = None, 0.0
     for nodes in sorted(choices):
-        milliseconds = times.step_ms(requests, nodes)
+        milliseconds = times.step_ms(requests, nodes, seen)
         if milliseconds is None:
             continue
         rate = acceptance.emitted(nodes) / milliseconds
