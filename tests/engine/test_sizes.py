@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import itertools
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from typing import Any, cast
 import pytest
 import torch
 from running import Plain, TreeEngine, assert_same, greedy, tokens
+from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import warmup
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
@@ -108,6 +111,75 @@ def test_graphs_after_a_memory_profile_look_for_candidates_of_their_trees_alone(
     assert seen == [True, False]
 
 
+EIGHTHS = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]
+
+
+@pytest.mark.parametrize(
+    ("seqs", "tokens", "sizes", "expected"),
+    [
+        (64, 8192, None, EIGHTHS),
+        (256, 8192, None, EIGHTHS),
+        (4, 8192, None, [1, 2, 3, 4]),
+        (1, 8192, None, [1]),
+        (64, 512, None, EIGHTHS[:16]),
+        # A user's own sizes: no more graphs than those make.
+        (64, 8192, [1, 2, 4, 8], [1, 2]),
+        (64, 8192, [], []),
+    ],
+)
+def test_the_drafter_has_graphs_for_the_batches_that_the_target_has(
+    seqs: int, tokens: int, sizes: list[int] | None, expected: list[int]
+) -> None:
+    sizes = compat.capture_sizes(512, tokens) if sizes is None else sizes
+    schedule = tree_sizes(63, seqs, 256)
+    config: Any = SimpleNamespace(
+        compilation_config=SimpleNamespace(
+            cudagraph_capture_sizes=sizes, max_cudagraph_capture_size=max(sizes, default=None)
+        ),
+        scheduler_config=SimpleNamespace(max_num_seqs=seqs, max_num_batched_tokens=tokens),
+        speculative_config=SimpleNamespace(
+            num_speculative_tokens=63,
+            num_speculative_tokens_per_batch_size=schedule if len(schedule) > 1 else None,
+        ),
+    )
+    assert compat.draft_graph_requests(config, 16, 64) == expected
+    if expected:
+        own = compat.with_draft_graphs(config, expected, 16).compilation_config
+        assert own.cudagraph_capture_sizes == [16 * n for n in expected]
+        assert own.max_cudagraph_capture_size == 16 * expected[-1]
+        assert config.compilation_config.cudagraph_capture_sizes is sizes
+    # Graphs less than double from one to the next, as `useful_nodes` has it.
+    assert all(b < 2 * a or a == 1 for a, b in itertools.pairwise(expected))
+
+
+def test_the_drafters_graphs_are_planned_by_requests(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own plan would end where the target's tokens do: at one request of 8 rows."""
+    engine = TreeEngine(tiny_models, "dense", weaver={"proposal": "ddtree", "rows_per_step": 14})
+    speculator = engine.runner.speculator
+    whole, rows = speculator.vllm_config, speculator.num_query_per_req
+    compilation = speculator.full_config.compilation_config
+    monkeypatch.setattr(compilation, "cudagraph_capture_sizes", [1, 2, 4, 8])
+    monkeypatch.setattr(compilation, "max_cudagraph_capture_size", 8)
+    monkeypatch.setattr(
+        "vllm.platforms.cpu.CpuPlatform.get_global_graph_pool", lambda *_: None, raising=False
+    )
+    support = SimpleNamespace(min_cg_support=AttentionCGSupport.ALWAYS)
+    monkeypatch.setattr(speculator, "attn_cg_support", support)
+    monkeypatch.setattr(speculator, "query_cudagraph_manager", None)
+    speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+    manager = speculator.query_cudagraph_manager
+    planned = manager._capture_descs[CUDAGraphMode.FULL]
+    # Widths of 13, 4 and 2 rows: 4 requests of two rows are 8 tokens.
+    assert [(desc.num_reqs, desc.num_tokens) for desc in planned] == [
+        (n, n * rows) for n in (4, 2, 1)
+    ]
+    assert speculator.vllm_config is whole and compilation.max_cudagraph_capture_size == 8
+    # The builders of the drafter's attention are told the same bound.
+    assert speculator.attn_vllm_config.compilation_config.max_cudagraph_capture_size == 4 * rows
+
+
 @pytest.mark.parametrize(
     ("step_rows", "seqs", "warmed"), [(256, 64, 4), (256, 3, 3), (64, 1, 1), (40, 64, 2)]
 )
@@ -158,6 +230,9 @@ def test_times_are_those_of_the_graph_that_holds_the_batch(tmp_path: Path) -> No
     assert times.step_ms(1, 7) == 1.25 and times.step_ms(2, 7) == 2.25
     assert times.step_ms(3, 7) == 2.5 and times.step_ms(3, 0) == 1.5
     assert times.step_ms(5, 7) is None and times.step_ms(1, 3) is None
+    # A drafter without a graph as large takes longer in proportion.
+    small = StepTimes({(8, 8): 2.0}, {2: 0.25, 4: 0.5})
+    assert small.step_ms(6, 7) == 2.75 and StepTimes({(8, 8): 2.0}, {}).step_ms(6, 7) is None
     times.save(tmp_path / "t.json")
     assert StepTimes.load(tmp_path / "t.json") == times
     (tmp_path / "t.json").write_text('{"verify": [[1, 2]]}')

@@ -202,6 +202,9 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "num_tokens_across_dp",
         "cudagraph_runtime_mode",
     ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.init_cudagraph_manager": (
+        "cudagraph_mode",
+    ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator._run_model": (
         "num_tokens",
         "attn_metadata",
@@ -770,6 +773,36 @@ def capture_sizes(most: int, max_tokens: int) -> list[int]:
         sizes += [quarter * step // 2 for quarter in (4, 5, 6, 7)]
         step *= 2
     return sorted({min(size, most, max_tokens) for size in sizes})
+
+
+def draft_graph_requests(vllm_config: VllmConfig, rows: int, most: int) -> list[int]:
+    """Requests of the drafter's whole-step graphs: those that the target's have, up to ``most``.
+
+    vLLM takes the target's sizes in tokens for the drafter, too, whose 16 rows a request would then
+    end at 32 requests where the target's trees of four rows go on to 128.
+
+    Args:
+        vllm_config: with the trees' budget.
+        rows: of a request in the drafter's pass.
+        most: requests that graphs are wanted for.
+    """
+    compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
+    sizes = compilation.cudagraph_capture_sizes or []
+    largest = compilation.max_cudagraph_capture_size or 0
+    most = min(most, scheduler.max_num_seqs, scheduler.max_num_batched_tokens // rows)
+    widths = [width for width in decode_widths(vllm_config) if width > 1]
+    found = {-(-size // width) for size in sizes for width in widths if size <= largest}
+    return sorted(requests for requests in found if requests <= most)
+
+
+def with_draft_graphs(vllm_config: VllmConfig, requests: list[int], rows: int) -> VllmConfig:
+    """A shallow copy whose graphs are those of so many requests of ``rows`` rows each."""
+    config = copy.copy(vllm_config)
+    config.compilation_config = copy.copy(vllm_config.compilation_config)
+    sizes = [rows * number for number in requests]
+    config.compilation_config.cudagraph_capture_sizes = sizes
+    config.compilation_config.max_cudagraph_capture_size = sizes[-1]
+    return config
 
 
 def with_num_speculative_tokens(vllm_config: VllmConfig, depth: int) -> VllmConfig:

@@ -63,10 +63,11 @@ class StepTimes:
             return None
         total = self.verify[size, nodes + 1]
         if nodes:
-            drafts = [n for n in self.draft if n >= requests]
-            if not drafts:
+            if not self.draft:
                 return None
-            total += self.draft[min(drafts)]
+            # Beyond the largest graph in proportion.
+            size = min((n for n in self.draft if n >= requests), default=max(self.draft))
+            total += self.draft[size] * max(1.0, requests / size)
         return total
 
     def step_ms(self, requests: int, nodes: int, seen: SeenSteps | None = None) -> float | None:

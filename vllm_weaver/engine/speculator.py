@@ -22,7 +22,13 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from vllm_weaver.engine import compat
 from vllm_weaver.engine.config import draft_depth, options_of
-from vllm_weaver.engine.proposer import Marginals, Proposer, empty_trees, load_adapter
+from vllm_weaver.engine.proposer import (
+    WEAVER_REQUESTS,
+    Marginals,
+    Proposer,
+    empty_trees,
+    load_adapter,
+)
 from vllm_weaver.engine.state import DenseTreeState, HybridTreeState, TreeStateMixin
 from vllm_weaver.engine.step import TreeStep, tree_tensors
 from vllm_weaver.ops import PathRows, gather_paths, gather_rows, load_roots, top_pool
@@ -40,6 +46,7 @@ class WeaverSpeculator(DFlashSpeculator):
     """Proposes one tree per request; returns its tokens to vLLM, its shape to the model state."""
 
     _speculator_name = "Weaver"
+    vllm_config: Any
 
     def __init__(self, vllm_config: Any, device: torch.device):
         self.options = options_of(vllm_config)
@@ -55,6 +62,26 @@ class WeaverSpeculator(DFlashSpeculator):
         self._weaves = True
         # A memory profile holds the rows of every depth, whatever its batch is.
         self._profiles = False
+
+    def _with_graphs(self, vllm_config: Any) -> Any:
+        """A configuration with graphs for every batch of trees that has buffers for weaving."""
+        rows = self.num_query_per_req
+        requests = compat.draft_graph_requests(self.full_config, rows, WEAVER_REQUESTS)
+        return compat.with_draft_graphs(vllm_config, requests, rows) if requests else vllm_config
+
+    @property
+    def attn_vllm_config(self) -> Any:
+        """vLLM's, for graphs as large as :meth:`init_cudagraph_manager` wants them."""
+        return self._with_graphs(super().attn_vllm_config)
+
+    def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
+        """Plan the drafter's graphs as vLLM does, by requests of the target's."""
+        whole = self.vllm_config
+        self.vllm_config = self._with_graphs(whole)
+        try:
+            super().init_cudagraph_manager(cudagraph_mode)
+        finally:
+            self.vllm_config = whole
 
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]

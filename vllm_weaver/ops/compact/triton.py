@@ -23,7 +23,7 @@ STEP = 16
 _ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["slots_stride_r"])
 def compact_kernel(
     address_ptr,
     slots_ptr,

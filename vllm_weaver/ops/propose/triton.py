@@ -67,7 +67,7 @@ def load_roots_kernel(
     PATHS: tl.constexpr,
     BL: tl.constexpr,
 ):
-    """Grid (chunks of WIDTH elements of a row, R). BL is the power of two above `width`."""
+    """Grid (chunks of WIDTH elements of a row, R). BL is a power of two, `width` or more."""
     r = tl.program_id(1).to(tl.int64)
     rejected = tl.load(num_rejected_ptr + r).to(tl.int64)
     if PATHS:
@@ -236,7 +236,8 @@ def load_roots_triton(
         CHUNK=CHUNK,
         COUNT=len(sources),
         PATHS=paths is not None,
-        BL=1 if paths is None else triton.next_power_of_2(paths.width),
+        # No smaller for small trees: each width would be compiled when its first batch comes.
+        BL=1 if paths is None else max(16, triton.next_power_of_2(paths.width)),
         num_warps=4,
     )
 
