@@ -160,6 +160,13 @@ REFUSED: dict[str, tuple[Callable[[Case], Any], list[str]]] = {
         lambda c: c.drafter(block_size=None),
         ["block_size None", "at least 2"],
     ),
+    "drafts of small trees that need more rows than a step has": (
+        lambda c: (
+            c.speculation.update(num_speculative_tokens=2),
+            c.options.update(max_num_batched_tokens=31),
+        ),
+        ["max_num_batched_tokens is 31", "8 rows for each of 4", "raise it to 32"],
+    ),
     "no speculation": (
         lambda c: setattr(c, "speculation", None),
         ["method is None", "pass method 'dflash'"],

@@ -61,7 +61,7 @@ def compile_for(
 
     def aligned(name: str) -> bool:
         strided = "stride" in name and not name.startswith("ancestors")
-        strided = strided and name not in ("table_stride_r", "lse_stride_h")
+        strided = strided and name not in ("table_stride_r", "lse_stride_h", "slots_stride_r")
         return name.endswith("_ptr") or strided
 
     return compile_kernel(kernel, arch, constants, type_of, aligned, **options)
@@ -119,7 +119,6 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, str, dict[str, Any], dict[str
         "BLOCK_SIZE": 16,
         "K": 256,
         "ROW": 1024,
-        "L": 16,
         "STEP": compact.STEP,
         "CHUNK": compact.CHUNK_BYTES // 2,
         "ELEMENT": compact._ELEMENTS[2],

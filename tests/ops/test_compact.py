@@ -9,6 +9,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -202,6 +203,34 @@ def test_bad_input_is_refused_by_name() -> None:
         compact_kv([caches[0], torch.zeros(2, 8, 1, 4)], slots, path, length)
     with pytest.raises(ValueError, match=r"caches\[0\] has shape \[2, 3\]"):
         compact_kv([torch.zeros(2, 3)], slots, path, length)
+
+
+def test_paths_in_trees_of_every_width_are_moved_by_one_compiled_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else the first batch of each width has to wait for a compiler."""
+    pytest.importorskip("triton")
+    from vllm_weaver.ops.compact import triton as compact_triton
+
+    kernel, launches = compact_triton.compact_kernel, []
+
+    class Recorder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda *arguments, **constants: launches.append((arguments, constants))
+
+    monkeypatch.setattr(compact_triton, "compact_kernel", Recorder())
+    (group,) = CacheTable(make_caches(torch.bfloat16, block_size=16)[::2]).groups
+    path, length = torch.zeros(3, 16, dtype=torch.int32), torch.ones(3, dtype=torch.int32)
+    for rows in (2, 4, 8, 13, 16, 64):
+        slots = torch.zeros(3, rows, dtype=torch.int64)
+        compact_triton.launch(group, slots, path, length)
+    options = getattr(kernel, "kwargs", None) or vars(kernel)
+    differing = set()
+    for arguments, constants in launches[1:]:
+        assert constants == launches[0][1]
+        numbers = zip(kernel.arg_names, arguments, launches[0][0], strict=False)
+        differing |= {name for name, x, first in numbers if isinstance(x, int) and x != first}
+    assert differing == set(options["do_not_specialize"]) == {"slots_stride_r", "L"}
 
 
 @runs_elsewhere

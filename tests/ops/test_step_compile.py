@@ -102,7 +102,6 @@ def kernels() -> Iterator[tuple[str, Any, dict[str, Any], dict[str, Any]]]:
             "BLOCK_SIZE": 16,
             "K": 256,
             "ROW": 1024,
-            "L": 16,
             "STEP": compact.STEP,
             "CHUNK": compact.CHUNK_BYTES // itemsize,
             "ELEMENT": compact._ELEMENTS[itemsize],

@@ -779,7 +779,8 @@ def draft_graph_requests(vllm_config: VllmConfig, rows: int, most: int) -> list[
     """Requests of the drafter's whole-step graphs: those that the target's have, up to ``most``.
 
     vLLM takes the target's sizes in tokens for the drafter, too, whose 16 rows a request would then
-    end at 32 requests where the target's trees of four rows go on to 128.
+    end at 32 requests where the target's trees of four rows go on to 128. What vLLM plans by itself
+    stays: wide trees, or a user's large sizes, can have the drafter's graphs go further.
 
     Args:
         vllm_config: with the trees' budget.
@@ -787,12 +788,14 @@ def draft_graph_requests(vllm_config: VllmConfig, rows: int, most: int) -> list[
         most: requests that graphs are wanted for.
     """
     compilation, scheduler = vllm_config.compilation_config, vllm_config.scheduler_config
-    sizes = compilation.cudagraph_capture_sizes or []
     largest = compilation.max_cudagraph_capture_size or 0
-    most = min(most, scheduler.max_num_seqs, scheduler.max_num_batched_tokens // rows)
+    sizes = [x for x in compilation.cudagraph_capture_sizes or [] if x <= largest]
     widths = [width for width in decode_widths(vllm_config) if width > 1]
-    found = {-(-size // width) for size in sizes for width in widths if size <= largest}
-    return sorted(requests for requests in found if requests <= most)
+    held = min(scheduler.max_num_seqs, scheduler.max_num_batched_tokens // rows)
+    own = {-(-size // rows) for size in sizes}
+    found = {-(-size // width) for size in sizes for width in widths}
+    wanted = {n for n in own if n * rows <= largest} | {n for n in found if n <= most}
+    return sorted(n for n in wanted if n <= held)
 
 
 def with_draft_graphs(vllm_config: VllmConfig, requests: list[int], rows: int) -> VllmConfig:

@@ -307,7 +307,7 @@ def _drafter_problems(config: Any, options: WeaverOptions) -> Iterator[str]:
             "the drafter's config.json names no dflash_config.mask_token_id; "
             "use a drafter that was trained with a mask token"
         )
-    draft_depth(config)
+    yield from _draft_row_problems(config, budget, draft_depth(config) + 1)
     target_width = config.model_config.get_hidden_size()
     draft_width = spec.draft_model_config.get_hidden_size()
     if draft_width != target_width:
@@ -328,6 +328,23 @@ def _drafter_problems(config: Any, options: WeaverOptions) -> Iterator[str]:
     for flag in ("enable_adaptive_verification", "use_local_argmax_reduction"):
         if getattr(spec, flag, False):
             yield f"speculative_config.{flag} is on; it assumes a chain: switch it off"
+
+
+def _draft_row_problems(config: Any, budget: int, rows: int) -> Iterator[str]:
+    """The drafter's rows of a batch must fit its buffers, of ``max_num_batched_tokens``.
+
+    vLLM's scheduler keeps B slots a request for them besides the request's own tokens, which is
+    less than the drafter's rows where trees are smaller than its block.
+    """
+    scheduler = config.scheduler_config
+    tokens = scheduler.max_num_batched_tokens
+    requests = min(scheduler.max_num_seqs, tokens // (budget + 1))
+    if requests * rows > tokens:
+        yield (
+            f"max_num_batched_tokens is {tokens}; the drafter has {rows} rows for each of "
+            f"{requests} requests: raise it to {scheduler.max_num_seqs * rows}, or lower "
+            "max_num_seqs"
+        )
 
 
 def _parallel_problems(config: Any) -> Iterator[str]:

@@ -14,9 +14,11 @@ from __future__ import annotations
 
 import json
 import statistics
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 #: Acceptance of a node that was never offered, before anything was observed: node j's share is
@@ -52,9 +54,20 @@ class StepTimes:
 
     def graph_of(self, requests: int, nodes: int) -> int | None:
         """Requests of the smallest graph that holds so many with trees of ``nodes``."""
-        return min(
-            (n for n, rows in self.verify if rows == nodes + 1 and n >= requests), default=None
-        )
+        sizes = self._sizes.get(nodes + 1, [])
+        place = bisect_left(sizes, requests)
+        return sizes[place] if place < len(sizes) else None
+
+    @cached_property
+    def _sizes(self) -> dict[int, list[int]]:
+        """Requests of the graphs of each width, ascending.
+
+        A refresh looks them up thousands of times, and the engine waits for it.
+        """
+        sizes: dict[int, list[int]] = {}
+        for requests, rows in sorted(self.verify):
+            sizes.setdefault(rows, []).append(requests)
+        return sizes
 
     def graphs_ms(self, requests: int, nodes: int) -> float | None:
         """Time of the graphs of a step alone; None where it was not measured."""
@@ -86,7 +99,7 @@ class StepTimes:
         if not nodes:
             return graphs
         stretched = []
-        for rows in {rows for _, rows in self.verify if rows > 1}:
+        for rows in (rows for rows in self._sizes if rows > 1):
             other = self.graphs_ms(requests, rows - 1)
             known = seen.milliseconds(self.graph_of(requests, rows - 1), rows - 1)
             if other and known is not None:

@@ -207,7 +207,7 @@ class WeaverSpeculator(DFlashSpeculator):
         """Most nodes that the next pass verifies of the trees of a batch.
 
         Args:
-            num_reqs: of the batch, or of the graph that it is padded to. Sizes of graphs less than
+            num_reqs: of the batch, or of the graph that it is padded to. Sizes of graphs at most
                 double from one to the next, so the batch has more than half as many requests.
         """
         fewest = num_reqs // 2 + 1

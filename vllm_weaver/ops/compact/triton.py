@@ -23,7 +23,7 @@ STEP = 16
 _ELEMENTS = {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}
 
 
-@triton.jit(do_not_specialize=["slots_stride_r"])
+@triton.jit(do_not_specialize=["slots_stride_r", "L"])
 def compact_kernel(
     address_ptr,
     slots_ptr,
@@ -37,16 +37,16 @@ def compact_kernel(
     stride_slot,
     stride_h,
     stride_k,
+    L,
     BLOCK_SIZE: tl.constexpr,
     K: tl.constexpr,
     ROW: tl.constexpr,
-    L: tl.constexpr,
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
     ELEMENT: tl.constexpr,
     ALIGN: tl.constexpr,
 ):
-    """Grid (chunks of a row of ROW = HKV * K elements, R, caches)."""
+    """Grid (chunks of a row of ROW = HKV * K elements, R, caches). No path is longer than `L`."""
     element = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     r = tl.program_id(1).to(tl.int64)
     length = tl.minimum(tl.load(length_ptr + r).to(tl.int32), L)
@@ -110,10 +110,10 @@ def launch(group: CacheGroup, slots: Tensor, path: Tensor, length: Tensor) -> No
         *slots.stride(),
         *path.stride(),
         *group.strides,
+        min(path.shape[1], slots.shape[1]),
         BLOCK_SIZE=block_size,
         K=K,
         ROW=heads * K,
-        L=min(path.shape[1], slots.shape[1]),
         STEP=STEP,
         CHUNK=chunk,
         ELEMENT=_ELEMENTS[group.itemsize],
