@@ -64,9 +64,13 @@ class Asked:
             first += len(prompts)
         return found
 
+    def _places(self) -> list[tuple[int, int]]:
+        """Group and place in it of each request, groups one after another."""
+        return [(g, i) for g, prompts in enumerate(self.groups) for i in range(len(prompts))]
+
     def of(self, own: Texts) -> Doubts:
         """AR's doubts at places of its texts `own`."""
-        where = [(g, i) for g, prompts in enumerate(self.groups) for i in range(len(prompts))]
+        where = self._places()
 
         def ask(places: list[tuple[int, int, int]]) -> list[Doubt | None]:
             found: list[Doubt | None] = []
@@ -93,7 +97,7 @@ class Asked:
 
     def exactly(self, own: Texts, target: ExactTarget) -> Exact:
         """Distances of `target` at places of AR's texts `own`."""
-        where = [(g, i) for g, prompts in enumerate(self.groups) for i in range(len(prompts))]
+        where = self._places()
 
         def distance(request: int, place: int, token: int) -> float:
             group, i = where[request]

@@ -34,6 +34,14 @@ def _plain_torch() -> Iterator[None]:
         modules.update(before)
 
 
+def load_plain(directory: Path, dtype: Any) -> Any:
+    """A small target on the CPU, by Transformers' code in plain PyTorch."""
+    from transformers import AutoModelForCausalLM
+
+    with _plain_torch():
+        return AutoModelForCausalLM.from_pretrained(directory, dtype=dtype).eval()
+
+
 class ExactTarget:
     """Logits of a small target in float32.
 
@@ -47,11 +55,8 @@ class ExactTarget:
     @cached_property
     def _model(self) -> Any:
         import torch
-        from transformers import AutoModelForCausalLM
 
-        with _plain_torch():
-            model = AutoModelForCausalLM.from_pretrained(self.directory, dtype=torch.float32)
-        return model.eval()
+        return load_plain(self.directory, torch.float32)
 
     def distance(self, before: Sequence[int], own: int, other: int) -> float:
         """Logit of `own` less that of `other` after the tokens `before`, prompt included."""

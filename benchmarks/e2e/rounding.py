@@ -17,6 +17,7 @@ from typing import Annotated
 
 import typer
 
+from .exact import load_plain
 from .prompts import held_out_texts, load_tokenizer
 from .setup import PACKAGED
 
@@ -34,10 +35,7 @@ def rounding(
     import torch
     import transformers
 
-    forms = [
-        transformers.AutoModelForCausalLM.from_pretrained(target, dtype=dtype).eval()
-        for dtype in (torch.bfloat16, torch.float32)
-    ]
+    forms = [load_plain(target, dtype) for dtype in (torch.bfloat16, torch.float32)]
     rounded, exact, seen = [], [], 0
     for ids in _texts(target, length):
         with torch.inference_mode():
