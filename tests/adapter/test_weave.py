@@ -371,6 +371,24 @@ def test_replayed_graphs_follow_their_inputs(make_case) -> None:
 
 
 @needs_kernel
+def test_passes_that_warm_up_capture_nothing(make_case, monkeypatch) -> None:
+    case = make_case(requests=2)
+    roots = torch.tensor([1, 2])
+    weaver = weaver_for(case, 5)
+    replayed: list[int] = []
+    monkeypatch.setattr(weaver, "_graphs", {})
+    monkeypatch.setattr(weaver, "_replay", lambda requests, *rest: replayed.append(requests))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    step = [x.to(DEVICE) for x in case.step]
+    with weaver.without_graphs():
+        actual = weaver.build(*step, roots.to(DEVICE)).to("cpu")
+    assert not replayed
+    assert_same(actual, expected_tree(case, roots, 5))
+    weaver.build(*step, roots.to(DEVICE))
+    assert replayed == [2]
+
+
+@needs_kernel
 def test_launches_overlap_by_default_where_the_device_can(make_case, monkeypatch) -> None:
     from vllm_weaver.weave import weaver as module
 

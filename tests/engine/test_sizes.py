@@ -7,7 +7,7 @@ import contextlib
 import inspect
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -103,12 +103,41 @@ def test_graphs_after_a_memory_profile_look_for_candidates_of_their_trees_alone(
     )
     speculator = object.__new__(WeaverSpeculator)
     speculator.device, speculator.budget = torch.device("cpu"), 3
+    speculator.proposer = None
     batch = SimpleNamespace(num_reqs=2)
     for profile in (True, False):
         given: list[Any] = [batch, {}, {}, *[None] * 8]
         tokens = speculator.propose(*given, dummy_run=True, is_profile=profile)
         assert tokens.shape == (2, 3) and not speculator._profiles
     assert seen == [True, False]
+
+
+def test_passes_that_warm_up_capture_no_graph_of_the_weave_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """vLLM's graphs hold the weave: one of its own per warm-up pass costs start-up time alone."""
+    without: list[bool] = [False]
+    seen = []
+
+    class Weaver:
+        @contextlib.contextmanager
+        def without_graphs(self) -> Iterator[None]:
+            without.append(True)
+            yield
+            without.pop()
+
+    def note(*arguments: Any, **named: Any) -> None:
+        seen.append(without[-1])
+
+    monkeypatch.setattr(DFlashSpeculator, "propose", note)
+    monkeypatch.setattr(DFlashSpeculator, "capture", note)
+    speculator = object.__new__(WeaverSpeculator)
+    speculator.device, speculator.budget = torch.device("cpu"), 3
+    speculator.proposer = cast(Any, SimpleNamespace(weaver=Weaver()))
+    given: list[Any] = [SimpleNamespace(num_reqs=2), {}, {}, *[None] * 8]
+    speculator.propose(*given, dummy_run=True)
+    speculator.capture()
+    assert seen == [True, True] and not without[-1]
 
 
 EIGHTHS = [1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64]

@@ -10,6 +10,7 @@ weaving of the tree. What it reads and writes beside vLLM's own buffers lies at 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -82,6 +83,16 @@ class WeaverSpeculator(DFlashSpeculator):
             super().init_cudagraph_manager(cudagraph_mode)
         finally:
             self.vllm_config = whole
+
+    def capture(self) -> None:
+        """Capture the drafter's graphs, after passes outside of any that warm up."""
+        with self._own_graphs(False):
+            super().capture()
+
+    def _own_graphs(self, wanted: bool) -> contextlib.AbstractContextManager[None]:
+        """Whether passes without a graph of vLLM's capture one of the weave alone."""
+        weaver = self.proposer.weaver if self.proposer is not None else None
+        return contextlib.nullcontext() if weaver is None or wanted else weaver.without_graphs()
 
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
@@ -285,25 +296,26 @@ class WeaverSpeculator(DFlashSpeculator):
         # Warm-up passes measure a GPU's memory and compile its kernels; a CPU has neither.
         self._weaves = not (dummy_run and self.device.type == "cpu")
         self._profiles = is_profile
-        super().propose(
-            input_batch,
-            attn_metadata,
-            slot_mappings,
-            last_hidden_states,
-            aux_hidden_states,
-            num_sampled,
-            num_rejected,
-            last_sampled,
-            next_prefill_tokens,
-            temperature,
-            seeds,
-            dp_sync_state=dp_sync_state,
-            dummy_run=dummy_run,
-            skip_attn_for_dummy_run=skip_attn_for_dummy_run,
-            mm_inputs=mm_inputs,
-            # Keeps out of the graph, which holds the pass that is left out.
-            is_profile=is_profile or self._context_only,
-        )
+        with self._own_graphs(not dummy_run):
+            super().propose(
+                input_batch,
+                attn_metadata,
+                slot_mappings,
+                last_hidden_states,
+                aux_hidden_states,
+                num_sampled,
+                num_rejected,
+                last_sampled,
+                next_prefill_tokens,
+                temperature,
+                seeds,
+                dp_sync_state=dp_sync_state,
+                dummy_run=dummy_run,
+                skip_attn_for_dummy_run=skip_attn_for_dummy_run,
+                mm_inputs=mm_inputs,
+                # Keeps out of the graph, which holds the pass that is left out.
+                is_profile=is_profile or self._context_only,
+            )
         # Graphs may be captured next, which draft without this method.
         self._profiles = False
         if self._context_only:

@@ -6,6 +6,7 @@ The kernels are `weave.triton`'s and `adapter.triton`'s; nothing is computed her
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
@@ -140,6 +141,7 @@ class TreeWeaver:
         self._graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, int]] | None = (
             {} if (device.type == "cuda" if graphs is None else graphs) else None
         )
+        self._captures = True
 
         rows = budget + 1
         nodes, prefix = max_requests * self.width, max_requests * (config.depth + 1)
@@ -283,11 +285,21 @@ class TreeWeaver:
             for own, given in ((self._h_ver, h_ver_Rd), (self._roots, root_tokens_R)):
                 if own.data_ptr() != given.data_ptr():
                     own[:requests].copy_(given)
-            if self._graphs is None or torch.cuda.is_current_stream_capturing():
-                self._launch(requests, nodes, *arrays)
-            else:
+            may_capture = self._graphs is not None and self._captures
+            if may_capture and not torch.cuda.is_current_stream_capturing():
                 self._replay(requests, nodes, arrays)
+            else:
+                self._launch(requests, nodes, *arrays)
         return DraftTree(*(part[:requests] for part in self._ranked))
+
+    @contextlib.contextmanager
+    def without_graphs(self) -> Iterator[None]:
+        """Launch the kernels of the calls within as they are: for passes that warm up a caller."""
+        before, self._captures = self._captures, False
+        try:
+            yield
+        finally:
+            self._captures = before
 
     def shape_for(self, nodes: int) -> tuple[int, int]:
         """Nodes popped per round, and rounds, that grow trees of `nodes` below the root."""
