@@ -32,6 +32,7 @@ class OracleProposer:
 
     def __init__(self, runner: Any, seed: int = 0):
         self.runner = runner
+        self.weaver = None
         self.base = runner.speculator.proposer
         self.vocab_size = runner.model_config.get_vocab_size()
         self.generator = torch.Generator().manual_seed(seed)
