@@ -51,8 +51,9 @@ from .statistics import first_difference
 PLAIN, AGAIN = "ar", "ar again"
 _ARMS = "weaver"
 _LEAST_TOKENS = 20_000
-#: Best scores that plain vLLM is asked for: of a greedy request, of one with filters.
-_BEST, _FILTERED = 20, 1024
+#: Best scores that plain vLLM is asked for: of a greedy request, of one with filters, and of one
+#: with top-p alone, whose limit is a share of the mass of all tokens.
+_BEST, _FILTERED, _MASS = 20, 1024, 16_384
 #: Requests in a batch of plain vLLM's second pass.
 _REGROUPED = 11
 _FILTERS = ("top_k", "top_p", "min_p")
@@ -75,6 +76,7 @@ class Settings:
             more; None for the dtype's.
         least_tokens: that must have been compared, for each arm.
         graphs: whether whole-step CUDA graphs must have run.
+        vocab_size: of the target.
         room: most bytes that one engine's caches may take; None where there is no limit to mind.
     """
 
@@ -95,6 +97,7 @@ class Settings:
     environment: dict[str, str]
     extra: dict[str, dict[str, Any]]
     logs: Path
+    vocab_size: int
     room: int | None = None
 
     @property
@@ -107,6 +110,11 @@ class Settings:
         """Nodes of the largest tree."""
         return max(arm.rows for arm in self.arms)
 
+    def scores_of(self, sampling: Mapping[str, Any]) -> int:
+        """Best scores that show what filters did: few, or of nearly all of the tokens' mass."""
+        by_mass = sampling.get("top_p", 1.0) < 1 and not sampling.get("top_k", 0)
+        return min(self.vocab_size, _MASS if by_mass else _FILTERED)
+
     def options(self, arm: Arm, cache: CacheShape) -> dict[str, Any]:
         """Arguments of `vllm.LLM`: the benchmark's, with caching and chunks, the same for all."""
         batched = self.batched_tokens or max(512, self.batch * (2 * self.budget + 1))
@@ -117,7 +125,7 @@ class Settings:
             "cudagraph_metrics": True,
         }
         if arm.name == PLAIN:
-            shared |= {"max_logprobs": _FILTERED}
+            shared |= {"max_logprobs": min(self.vocab_size, _MASS)}
         need = _CACHE_FACTOR * cache.cache_bytes(
             arm.kind, arm.rows, self.batch, self.context + self.tokens
         )
@@ -375,7 +383,9 @@ class Lossless:
         process = self.processes[PLAIN]
         requests = []
         for request, places in zip(batch, asked, strict=True):
-            shown = {"places": sorted(places), "show": _show(request, places)} if places else {}
+            shown = (
+                {"places": sorted(places), "show": self._show(request, places)} if places else {}
+            )
             requests.append(request.to_dict() | shown)
         answer = process.call("serve", self._limit(), requests=requests, fresh=fresh)
         found: dict[tuple[int, int], list[Any]] = {}
@@ -393,7 +403,7 @@ class Lossless:
                     "tokens": 1,
                     "sampling": {"temperature": 0.0, "skip_reading_prefix_cache": True},
                     "places": [0],
-                    "show": _show(batch[i], {place: asked[i][place]}),
+                    "show": self._show(batch[i], {place: asked[i][place]}),
                 }
                 for i, place in missing
             ]
@@ -401,6 +411,15 @@ class Lossless:
             for key, scores in zip(missing, answer["scores"], strict=True):
                 found[key] = scores["0"]
         return found
+
+    def _show(self, request: Request, places: Mapping[int, set[int]]) -> dict[str, Any]:
+        """Options of `SamplingParams` for the scores that a request's doubts need."""
+        sampling = request.sampling
+        if sampling["temperature"] == 0:
+            return {"logprobs": _BEST}
+        if any(sampling.get(key, NEUTRAL[key]) != NEUTRAL[key] for key in _FILTERS):
+            return {"logprobs": self.settings.scores_of(sampling)}
+        return {"logprob_token_ids": sorted(set().union(*places.values()))}
 
     def _judge(self, part: Part, found: Mapping[str, Decoded], doubts: Doubts) -> None:
         """Compare the texts of a part, look whether it did what it is for, and record both."""
@@ -500,16 +519,6 @@ def _questions(found: Mapping[str, Decoded]) -> list[dict[int, set[int]]]:
             if place is not None:
                 asked[i].setdefault(place, {mine[place]}).add(text[place])
     return asked
-
-
-def _show(request: Request, places: Mapping[int, set[int]]) -> dict[str, Any]:
-    """Options of `SamplingParams` for the scores that a request's doubts need."""
-    sampling = request.sampling
-    if sampling["temperature"] == 0:
-        return {"logprobs": _BEST}
-    if any(sampling.get(key, NEUTRAL[key]) != NEUTRAL[key] for key in _FILTERS):
-        return {"logprobs": _FILTERED}
-    return {"logprob_token_ids": sorted(set().union(*places.values()))}
 
 
 def _doubts(
@@ -724,6 +733,7 @@ def main(
         environment=compile_caches(cache),
         extra=extra,
         logs=logs,
+        vocab_size=config.get("text_config", config)["vocab_size"],
         room=room,
     )
     source = held_out_texts() if prompts is None else texts_of(prompts)

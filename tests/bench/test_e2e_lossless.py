@@ -274,7 +274,11 @@ class FakeEngine:
 
 
 def judged(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, parts: list[str], **changes: Any
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    parts: list[str],
+    vocab_size: int = 4096,
+    **changes: Any,
 ) -> dict[str, Any]:
     for key, value in changes.items():
         monkeypatch.setattr(FakeEngine, key, value)
@@ -283,7 +287,7 @@ def judged(
         arms=parse_arms("weaver", 7, [], 15), models=Models("t", "d", "a"), parts=parts,
         device="cuda", tokens=8, batch=8, context=256, chunk=32, seeds=2, batched_tokens=None,
         tie=None, least_tokens=50, minutes=5.0, graphs=True, environment={}, extra={},
-        logs=tmp_path,
+        logs=tmp_path, vocab_size=vocab_size,
     )  # fmt: skip
     config = json.loads((ROOT / "vllm_weaver/demo/models/target/config.json").read_text())
     shape = CacheShape.of(config, None, 2)
@@ -324,6 +328,35 @@ def test_one_step_of_the_logits_is_a_tie_where_they_are_large(
     assert {(d["logit"], d["step"]) for d in texts["differences"]} == {(17.0, 0.125)}
     assert data["totals"]["weaver-7"]["ties_of_one_step"] == 6
     assert "| 6 (6) | 0.1250 |" in markdown(data)
+
+
+@pytest.mark.parametrize(("vocab_size", "most"), [(4096, 4096), (248_320, 16_384), (300, 300)])
+def test_top_p_is_judged_by_the_mass_of_all_tokens(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vocab_size: int, most: int
+) -> None:
+    """Of its 1,024 best tokens alone a flat distribution lacks 4 % of its mass: the limit moves."""
+    asked: dict[str, int] = {}
+    serve = FakeEngine.call
+
+    def call(self: FakeEngine, name: str, timeout: float, **given: Any) -> Any:
+        for request in given.get("requests", ()):
+            if "show" in request:
+                filters = [k for k in ("top_p", "top_k", "min_p") if k in request["sampling"]]
+                asked[" ".join(filters)] = request["show"].get("logprobs", 0)
+        return serve(self, name, timeout, **given)
+
+    ways = [{}, {"top_p": 0.9}, {"top_p": 0.9, "top_k": 40}, {"min_p": 0.1}]
+    requests = [
+        Request([1, 2], 4, {"temperature": 1.0, "seed": 1, **way}, label=str(way)) for way in ways
+    ]
+    batches = [[request] for request in requests]
+    part = Part("seeded", "", batches)
+    monkeypatch.setitem(PARTS, "seeded", lambda *_: part)
+    monkeypatch.setattr(FakeEngine, "call", call)
+    data = judged(monkeypatch, tmp_path, ["seeded"], vocab_size, gap=0.05)
+    assert data["engines"]["ar"]["options"]["max_logprobs"] == most
+    some = min(1024, most)
+    assert asked == {"": 0, "top_p": most, "top_p top_k": some, "min_p": some}
 
 
 def test_doubts_of_sampled_texts_know_their_logits() -> None:
