@@ -291,6 +291,27 @@ def test_the_largest_tree_wins_where_rows_are_free_and_none_where_nothing_is_acc
     assert best_nodes(4, [0, 3, 15], free, hopeless, 1.02) == 15
 
 
+def test_small_trees_say_how_larger_ones_would_do() -> None:
+    """Measured: 16 requests at the 27B's cost, greedy and at T = 1, whose trees had 7 nodes."""
+    times = StepTimes({(16, 1): 16.8, (16, 8): 20.5, (16, 16): 24.7}, {16: 3.0})
+    choices = [0, 7, 15]
+    easy, hard = Acceptance(15), Acceptance(15)
+    easy.add([612.0] * 7 + [0.0] * 8, [520, 443, 373, 306, 290, 246, 220] + [0.0] * 8)
+    hard.add([1045.0] * 7 + [0.0] * 8, [599, 372, 237, 198, 164, 124, 95] + [0.0] * 8)
+    assert easy.emitted(7) == pytest.approx(4.9, abs=0.1)
+    # Of trees of 15 nodes on the same prompts: 6.1 and 3.1 tokens.
+    assert 5.7 < easy.emitted(15) < 6.5 and 2.9 < hard.emitted(15) < 3.3
+    assert best_nodes(16, choices, times, easy, 1.02) == 15
+    assert best_nodes(16, choices, times, hard, 1.02) == 7
+    # What a larger tree did when it was tried counts for more than what the smaller one promises.
+    easy.add([0.0] * 7 + [200.0] * 8, [0.0] * 7 + [10.0] * 8)
+    assert best_nodes(16, choices, times, easy, 1.02) == 7
+    # Nothing is accepted more often than always.
+    sure = Acceptance(15)
+    sure.add([1e4] * 3 + [0.0] * 12, [1e4] * 3 + [0.0] * 12)
+    assert sure.emitted(15) <= 16.0
+
+
 def test_steps_as_they_ran_count_for_more_than_their_graphs() -> None:
     """Graphs that hold no request leave out states, sampling and commits, of trees most."""
     times = StepTimes({(n, k + 1): 10.0 + k for n in (4, 8) for k in (0, 3, 15)}, {8: 2.0})
@@ -355,8 +376,10 @@ def test_an_engines_steps_are_timed_while_they_are_alike(
     began = time.monotonic()
     assert_same(trees.generate(prompts, greedy(24)), want, plain_of("dense"))
     spent = 1e3 * (time.monotonic() - began)
-    ((graph, nodes), steps), *others = scheduler._steps.times.items()
-    assert (graph, nodes) == (4, 3) and all(key[0] == 4 for key, _ in others)
+    # A refresh may change the size on the way, on a slow machine earlier.
+    seen = scheduler._steps.times
+    steps = [ms for times in seen.values() for ms in times]
+    assert next(iter(seen)) == (4, 3) and {graph for graph, _ in seen} == {4}
     assert 2 <= len(steps) <= 24 and min(steps) > 0 and sum(steps) <= spent
 
 

@@ -22,7 +22,8 @@ from functools import cached_property
 from pathlib import Path
 
 #: Acceptance of a node that was never offered, before anything was observed: node j's share is
-#: PRIOR / j, so that trees of 1, 15 and 63 nodes emit 1.9, 4.0 and 5.3 tokens.
+#: PRIOR / j, so that trees of 1, 15 and 63 nodes emit 1.9, 4.0 and 5.3 tokens. What was observed of
+#: other nodes stretches it.
 PRIOR = 0.9
 #: Weight of the prior, in passes.
 PRIOR_PASSES = 32.0
@@ -159,10 +160,21 @@ class Acceptance:
     nodes: int
     offered: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
+    _stretch: float = field(default=1.0, init=False)
 
     def __post_init__(self) -> None:
         self.offered = self.offered or [0.0] * self.nodes
         self.accepted = self.accepted or [0.0] * self.nodes
+        self._compare()
+
+    def _compare(self) -> None:
+        """Observed acceptance over the prior's, which where nothing is observed is 1.
+
+        Trees that were too small to offer a node say whether its text is an easy one.
+        """
+        expected = sum(x * PRIOR / j for j, x in enumerate(self.offered, 1))
+        most = PRIOR_PASSES * PRIOR
+        self._stretch = (sum(self.accepted) + most) / (expected + most)
 
     def add(self, offered: Sequence[float], accepted: Sequence[float]) -> None:
         """Add what was seen since the last call, node 1 first; what came before fades.
@@ -173,10 +185,11 @@ class Acceptance:
         keep = [MEMORY if y else 1.0 for y in offered]
         self.offered = [k * x + y for k, x, y in zip(keep, self.offered, offered, strict=True)]
         self.accepted = [k * x + y for k, x, y in zip(keep, self.accepted, accepted, strict=True)]
+        self._compare()
 
     def probability(self, node: int) -> float:
         """Estimate of p_j, with the prior's weight."""
-        prior = PRIOR_PASSES * PRIOR / node
+        prior = PRIOR_PASSES * min(1.0, self._stretch * PRIOR / node)
         return (self.accepted[node - 1] + prior) / (self.offered[node - 1] + PRIOR_PASSES)
 
     def emitted(self, nodes: int) -> float:
