@@ -11,8 +11,10 @@ import tarfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from benchmarks.ops import __main__ as runner
+from benchmarks.ops.top_p import peaked_logits, wrong_rows
 
 
 def test_parts_end_as_they_end_and_the_rest_still_runs(
@@ -73,3 +75,26 @@ def test_each_kernel_launches_once_in_the_interpreter() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [f"{x}: launched" for x in ("attention", "step", "weave")]
+
+
+def test_rows_with_a_wrong_top_p_set_are_found() -> None:
+    logits = peaked_logits(6, 64, "cpu")
+    ordered, order = logits.sort(-1)
+    dropped = ordered.softmax(-1).cumsum(-1) <= 1 - 0.9
+    dropped[:, -1] = False
+    masked = torch.empty_like(logits).scatter_(
+        1, order, ordered.masked_fill(dropped, float("-inf"))
+    )
+    assert not wrong_rows(logits, masked, 0.9).any()
+    # One token too many, one too few, and the whole row.
+    first = dropped.sum(-1)
+    masked[1, order[1, first[1] - 1]] = ordered[1, first[1] - 1]
+    masked[3, order[3, -1]] = float("-inf")
+    masked[4] = logits[4]
+    assert wrong_rows(logits, masked, 0.9).tolist() == [False, True, False, True, True, False]
+    # Of tokens that tie any number may stay.
+    ties = torch.tensor([[3.0, 1.0, 1.0, 1.0, -9.0]])
+    for kept in ([0, 1], [0, 2, 3], [0, 1, 2, 3]):
+        one = torch.full_like(ties, float("-inf"))
+        one[0, kept] = ties[0, kept]
+        assert not wrong_rows(ties, one, 0.8).any()
