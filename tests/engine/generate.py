@@ -2,10 +2,11 @@
 """Generate in a process of its own: a JSON request on standard input, the answer on a line.
 
 Request: ``runs``, each with ``engine``, the arguments of ``LLM``, ``prompts``, lists of tokens, and
-``params``, the arguments of ``SamplingParams``; ``ray``, whether to start a Ray cluster first.
-Answer: ``runs``, each with its ``tokens``, the ``stats`` of every worker that keeps some and, if
-the engine runs in this process, the ``classes`` that do its work; ``loaded``, the modules of the
-package in this process. Its line begins with ``ANSWER``.
+``params``, the arguments of ``SamplingParams``, and ``tables``, whether to ask for the adapter's;
+``ray``, whether to start a Ray cluster first. Answer: ``runs``, each with its ``tokens``, the
+``stats`` of every worker that keeps some, of every rank the ``tables`` and, if the engine runs in
+this process, the ``classes`` that do its work; ``loaded``, the modules of the package in this
+process. Its line begins with ``ANSWER``.
 """
 
 from __future__ import annotations
@@ -47,6 +48,8 @@ def answer_of(run: dict[str, Any]) -> dict[str, Any]:
     answer: dict[str, Any] = {"tokens": [list(x.outputs[0].token_ids) for x in outputs]}
     if "weaver" in (run["engine"].get("additional_config") or {}):
         answer["stats"] = llm.collective_rpc("weaver_stats")
+    if run.get("tables"):
+        answer["tables"] = llm.collective_rpc(tables_of)
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
         worker = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker
         layers = worker.vllm_config.compilation_config.static_forward_context.values()
@@ -54,6 +57,24 @@ def answer_of(run: dict[str, Any]) -> dict[str, Any]:
         parts += [layer.impl for layer in layers if hasattr(layer, "impl")]
         answer["classes"] = sorted({f"{type(x).__module__}.{type(x).__name__}" for x in parts})
     return answer
+
+
+def tables_of(worker: Any) -> dict[str, Any]:
+    """Shapes and digests of the adapter's tables as a rank would weave with them."""
+    import hashlib
+
+    from vllm_weaver.engine.proposer import tables_of_all_ranks
+
+    proposer = worker.model_runner.speculator.proposer
+    vocabulary = proposer.vocabulary
+    tables = tables_of_all_ranks(proposer.adapter, vocabulary, *vocabulary.tables())
+    found = [tables.token_input, tables.pool_rows]
+    return {
+        "sharded": vocabulary.sharded,
+        "held": [list(x.shape) for x in vocabulary.tables()],
+        "shapes": [list(x.shape) for x in found],
+        "digests": [hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest() for x in found],
+    }
 
 
 if __name__ == "__main__":

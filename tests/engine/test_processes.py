@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -16,8 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from processes import HERE, environment, generate
-from running import BUDGET, COMMON, Plain, greedy, tokens
+from running import BUDGET, COMMON, VOCAB_SIZE, Plain, greedy, tokens
+from safetensors.torch import load_file
+
+from vllm_weaver.adapter import load
 
 pytestmark = pytest.mark.slow
 
@@ -67,9 +72,29 @@ def test_two_ranks_build_the_same_trees_and_give_the_tokens_of_one(
     tiny_models: dict[str, Path], want: dict[str, list[list[int]]]
 ) -> None:
     """In a separate engine process, whose workers are processes as well."""
-    run = weaver_run(tiny_models, "hybrid", tensor_parallel_size=2)
-    answer = generate({"runs": [run]}, **TENSOR_PARALLEL)
+    run = weaver_run(tiny_models, "hybrid", tensor_parallel_size=2) | {"tables": True}
+    # Functions go to the workers as they are.
+    answer = generate({"runs": [run]}, VLLM_ALLOW_INSECURE_SERIALIZATION="1", **TENSOR_PARALLEL)
     assert_ran(answer["runs"][0], want["hybrid"], ranks=2)
+    _assert_whole_tables(answer["runs"][0]["tables"], tiny_models)
+
+
+def _assert_whole_tables(found: list[dict[str, Any]], models: dict[str, Path]) -> None:
+    """Every rank has the adapter's tables of all tokens, of which it made its share."""
+    adapter = load(models["hybrid-weaver8"], dtype=torch.float32)
+    (file,) = models["hybrid"].glob("*.safetensors")
+    weights = load_file(file)
+    names = [name for name in weights if "embed_tokens" in name or "lm_head" in name]
+    embed, head = (weights[name].float() for name in sorted(names, key=lambda x: "lm_head" in x))
+    whole = adapter.precompute(embed, head)
+    digests = [
+        hashlib.sha256(x.numpy().tobytes()).hexdigest()
+        for x in (whole.token_input, whole.pool_rows)
+    ]
+    for rank in found:
+        assert rank["sharded"] and [rows for rows, _ in rank["held"]] == [VOCAB_SIZE // 2] * 2
+        assert rank["shapes"] == [list(whole.token_input.shape), list(whole.pool_rows.shape)]
+        assert rank["digests"] == digests
 
 
 def test_two_ranks_of_ray_give_the_tokens_of_one(

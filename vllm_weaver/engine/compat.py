@@ -997,16 +997,34 @@ class Vocabulary:
                 "lm_head unquantised, or choose proposal 'ddtree'"
             )
 
-    def whole_tables(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Embedding [V, d] and head [V, d], where this process holds both as plain tables."""
-        if self.sharded:
-            return None
-        tables = [getattr(layer, "weight", None) for layer in (self.embedding, self.head)]
-        for table in tables:
+    def tables(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Rows of embedding and head that this rank holds, where they are plain tables.
+
+        Returns:
+            Two of [V, d]; of a vocabulary split over ranks [V', d] each, V' a rank's share of the
+            padded vocabulary. None if they are something else, or have rows beyond the target's
+            vocabulary that stand in no order of ids.
+        """
+        found = []
+        for layer in (self.embedding, self.head):
+            table = getattr(layer, "weight", None)
             if table is None or table.ndim != 2 or not table.is_floating_point():
                 return None
-        embed, head = (table.detach().contiguous() for table in tables if table is not None)
+            if self.sharded and layer.num_embeddings != layer.org_vocab_size:
+                return None
+            found.append(table.detach().contiguous())
+        embed, head = found
         return embed, head
+
+    def gather(self, rows: torch.Tensor) -> torch.Tensor:
+        """All ranks' rows in the vocabulary's order, [V, r], of each rank's [V', r].
+
+        All ranks must call it; each gets the same bits.
+        """
+        if not self.sharded:
+            return rows
+        # Every rank's share has its padding behind, and only the last ones have any.
+        return tensor_model_parallel_all_gather(rows, dim=0)[: self.embedding.org_vocab_size]
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embedding rows [..., d] of token ids."""

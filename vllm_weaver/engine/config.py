@@ -56,9 +56,9 @@ class WeaverOptions:
             observed acceptance, among the sizes of ``rows_per_step``'s rule.
         shared_noise: rank candidates of sampled requests with the very noise that the sampler will
             use, which makes more of a tree accepted and changes no token; ``auto`` is on.
-        adapter_tables: on a GPU without tensor parallelism, fold the adapter's outer projections
-            into tables of the vocabulary at start-up (``WeaverAdapter.precompute``): 2 V r numbers
-            of memory for less to read in every step.
+        adapter_tables: on a GPU, fold the adapter's outer projections into tables of the vocabulary
+            at start-up (``WeaverAdapter.precompute``): 2 V r numbers of memory on every rank for
+            less to read in every step, and with tensor parallelism for kernels without messages.
         gdn_kernel: verification of GDN layers on a GPU: ``triton``, ``cuda`` (compiled beforehand,
             for Hopper), or ``auto``, which takes ``cuda`` where it is compiled and fits.
         attention_kernel: how a GPU attends to trees: ``triton`` (our kernel), ``fa3`` (vLLM's

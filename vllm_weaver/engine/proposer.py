@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from vllm_weaver.adapter import AdapterError, WeaverAdapter, load
+from vllm_weaver.adapter import AdapterError, AdapterTables, WeaverAdapter, load
 from vllm_weaver.engine.config import WeaverConfigError, WeaverOptions, draft_depth
 from vllm_weaver.engine.step import tree_tensors
 from vllm_weaver.ops import choose_chain
@@ -119,13 +119,31 @@ class Marginals:
         return Marginals(*(x[:, :depth] for x in vars(self).values()))
 
 
+def tables_of_all_ranks(
+    adapter: WeaverAdapter, vocabulary: Vocabulary, embed: torch.Tensor, lm_head: torch.Tensor
+) -> AdapterTables:
+    """The adapter's tables of the whole vocabulary, [V, r] each, on every rank.
+
+    Each rank projects the rows that it holds; only what comes out is sent.
+
+    Args:
+        adapter: whole on every rank.
+        vocabulary: of the target.
+        embed, lm_head: `Vocabulary.tables` of this rank.
+    """
+    mine = adapter.precompute(embed, lm_head)
+    tables = (vocabulary.gather(cast(torch.Tensor, x)) for x in (mine.token_input, mine.pool_rows))
+    return AdapterTables(*tables)
+
+
 class Proposer:
     """Builds trees of a fixed number of rows.
 
-    With `max_requests`, an adapter on a GPU and the whole vocabulary in this process, Weaver trees
-    of up to `WEAVER_REQUESTS` requests come from a `TreeWeaver`; else from `TreeScorer` and
-    `build_weaver_tree`, which is the definition, and which shares a split vocabulary's work among
-    the ranks.
+    With `max_requests`, an adapter on a GPU and the vocabulary's rows in plain tables, Weaver trees
+    of up to `WEAVER_REQUESTS` requests come from a `TreeWeaver`; where the vocabulary is split over
+    ranks each of them holds the adapter's tables whole and builds by itself. Else trees come from
+    `TreeScorer` and `build_weaver_tree`, which is the definition, and which shares a split
+    vocabulary's work among the ranks.
 
     Attributes:
         out: buffers for the trees of a batch, of no fewer requests and of `budget` + 1 rows; None
@@ -158,15 +176,17 @@ class Proposer:
     def _make_weaver(
         self, adapter: WeaverAdapter, vocabulary: Vocabulary, max_requests: int
     ) -> TreeWeaver | None:
-        whole = vocabulary.whole_tables()
-        if adapter.device.type != "cuda" or whole is None:
-            return None
         from vllm_weaver.weave import MAX_POOL, TreeWeaver
 
-        if self.pool_size > MAX_POOL:
+        if adapter.device.type != "cuda" or self.pool_size > MAX_POOL:
             return None
-        projected = adapter.precompute(*whole) if self.options.adapter_tables else None
-        embed, lm_head = whole if projected is None else (None, None)
+        held = vocabulary.tables()
+        if held is None or (vocabulary.sharded and not self.options.adapter_tables):
+            return None
+        projected = None
+        if self.options.adapter_tables:
+            projected = tables_of_all_ranks(adapter, vocabulary, *held)
+        embed, lm_head = held if projected is None else (None, None)
         return TreeWeaver(
             adapter,
             embed,
