@@ -5,9 +5,9 @@
     python -m benchmarks.ops.attention --interpret
 
 Shapes of Qwen3.6-27B (24 query heads of 256, 4 key/value heads, bfloat16, pages of 784 tokens with
-keys and values side by side, as vLLM has them), trees of 64 rows and depth up to 15. A time is the
-median over replays of a CUDA graph, which goes through copies of the cache that the L2 cache does
-not hold together. In one run, per batch and context:
+keys and values side by side, as vLLM has them), trees of 64 rows (`--rows`) and depth up to 15. A
+time is the median over replays of a CUDA graph, which goes through copies of the cache that the L2
+cache does not hold together. In one run, per batch and context:
 
 - fa3 causal: FlashAttention 3 alone with the same queries at that length, no tree: the yardstick;
 - triton: the portable kernel;
@@ -21,8 +21,8 @@ nobody. An arm that fails its check is not timed, and the run ends with status 1
 arms (sdpa, xformers, flashinfer) come last, at the cases of `--quick`: each is checked at the very
 case that it is timed at, and one that is missing, fails or is wrong is a line under `not_timed`
 and changes nothing else. `--arms` names groups of arms. `--tune` times tilings and splits of the
-Triton kernel and forms of the tail. `--interpret` runs the checks of our kernels at toy sizes on a
-CPU.
+Triton kernel and forms of the tail, with `--rows 4 --cases 64:1024` those for large batches, whose
+trees are small. `--interpret` runs the checks of our kernels at toy sizes on a CPU.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ import os
 import random
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -316,14 +316,20 @@ def check(checks: Checks, name: str, arm: Callable[[], Tensor], expected: Tensor
     return checks.note(name, round(error, 6), error < RMS_LIMIT)
 
 
-def tilings_to_try() -> list[Tiling]:
+def tilings_to_try(shapes: Shapes) -> list[Tiling]:
     """The default, and others near it."""
-    wanted = [
+    packed = shapes.rows * shapes.heads // shapes.kv_heads
+    few = [
+        *((32, 32, 4, 2), (32, 32, 4, 3), (32, 32, 4, 4), (32, 64, 4, 2), (32, 64, 8, 2)),
+        *((32, 128, 8, 1), (32, 32, 8, 3), (16, 32, 4, 3), (16, 64, 4, 2), (16, 64, 8, 2)),
+    ]
+    many = [
         *((128, 32, 8, 3), (128, 32, 8, 4), (128, 32, 8, 2), (128, 64, 8, 2), (128, 64, 8, 1)),
         *((128, 16, 8, 4), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
         *((64, 32, 4, 2), (64, 32, 4, 3), (64, 32, 8, 3), (64, 32, 8, 2)),
     ]
-    default = choose_tiling(384, 256, torch.bfloat16, 90)
+    default = choose_tiling(packed, shapes.head_dim, torch.bfloat16, 90)
+    wanted = few if packed <= 32 else many
     return list(dict.fromkeys([default, *(Tiling(*x) for x in wanted)]))
 
 
@@ -338,11 +344,12 @@ TAIL_FORMS = (
 
 def compile_part(task: tuple[Any, ...]) -> str:
     """Compile what one arm needs, in a process of its own; the problem, if there is one."""
-    kind, form, fp8 = task
+    kind, form, fp8, shapes = task
     try:
-        case = Case(FULL, 1, 900, copies=1, fp8=fp8)
+        case = Case(shapes, 1, 900, copies=1, fp8=fp8)
         if kind == "tail":
-            prefix, lse = case.q.flatten(0, 1), case.q.new_zeros(24, 64, dtype=torch.float32)
+            prefix = case.q.flatten(0, 1)
+            lse = case.q.new_zeros(shapes.heads, shapes.rows, dtype=torch.float32)
             parts = (case.q, case.k_new, case.v_new, prefix, lse, case.ancestors, case.num_nodes)
             attend_tail(*parts, scale=case.scale, form=form)
         else:
@@ -410,10 +417,11 @@ def arms_of(
     return arms
 
 
-def run_checks(checks: Checks, arms: dict[str, tuple[Arm, bool]], quick: bool) -> set[str]:
+def run_checks(
+    checks: Checks, arms: dict[str, tuple[Arm, bool]], quick: bool, shapes: Shapes
+) -> set[str]:
     """Names of the arms that hold on every case."""
     good = set(arms)
-    shapes = TOY if INTERPRET else FULL
     contexts = (0, 47, 131) if INTERPRET else ((0, 4096) if quick else (0, 1, 783, 4096, 16500))
     for context in contexts:
         for R in (1,) if INTERPRET or context > 8192 else (1, 3):
@@ -437,8 +445,7 @@ def run_checks(checks: Checks, arms: dict[str, tuple[Arm, bool]], quick: bool) -
     return good
 
 
-def check_fp8(checks: Checks) -> bool:
-    shapes = TOY if INTERPRET else FULL
+def check_fp8(checks: Checks, shapes: Shapes) -> bool:
     good = True
     for context in (0, 131) if INTERPRET else (0, 783, 4096):
         case = Case(shapes, 1 if INTERPRET else 2, context, copies=1, fp8=True, seed=context)
@@ -451,8 +458,14 @@ QUICK_CASES = [(1, 4096), (1, 65536), (16, 4096)]
 """Batches and contexts of `--quick`, and of other libraries' arms always."""
 
 
-def cases_of(quick: bool) -> list[tuple[int, int]]:
-    """Batches and contexts."""
+def _pairs(given: str) -> list[list[str]]:
+    return [pair.split(":") for pair in given.split(",")]
+
+
+def cases_of(quick: bool, given: str = "") -> list[tuple[int, int]]:
+    """Batches and contexts, `given` as 64:1024,16:4096 or ours. ValueError: it is no such list."""
+    if given:
+        return [(int(batch), int(context)) for batch, context in _pairs(given)]
     if quick:
         return QUICK_CASES
     return [
@@ -512,8 +525,9 @@ def tune(bench: Bench, checks: Checks, case: Case, prefix: FlashPrefix | None, f
     expected = ours(case).float()
     capacity = case.tables.shape[2] * case.shapes.page + case.shapes.rows
     sms = multiprocessors(case.q.device)
-    for tiling in tilings_to_try()[: 6 if fp8 else None]:
-        programs = -(-384 // tiling.block_m) * case.shapes.kv_heads * case.R
+    packed = case.shapes.rows * case.shapes.heads // case.shapes.kv_heads
+    for tiling in tilings_to_try(case.shapes)[: 6 if fp8 else None]:
+        programs = -(-packed // tiling.block_m) * case.shapes.kv_heads * case.R
         slots = sms * tiling.per_multiprocessor(case.shapes.head_dim, case.k_cache.element_size())
         finest = least_split_keys(capability_of(case.q.device))
         chosen = choose_splits(programs, capacity, slots, finest)
@@ -557,8 +571,8 @@ def tune(bench: Bench, checks: Checks, case: Case, prefix: FlashPrefix | None, f
 def interpret() -> None:
     """The checks of our kernels at toy sizes."""
     checks = Checks()
-    run_checks(checks, {"triton": (ours, True)}, True)
-    check_fp8(checks)
+    run_checks(checks, {"triton": (ours, True)}, True, TOY)
+    check_fp8(checks, TOY)
     raise SystemExit(bool(checks.failed))
 
 
@@ -566,6 +580,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--quick", action="store_true", help="three cases, fewer checks")
     parser.add_argument("--tune", action="store_true", help="time tilings, splits and tails, too")
+    parser.add_argument("--rows", type=int, default=FULL.rows, help="of a tree (%(default)s)")
+    parser.add_argument(
+        "--cases",
+        default="",
+        help="batches and contexts, as 64:1024,16:1024; --tune tunes them all",
+    )
     parser.add_argument("--fp8", action="store_true", help="check and time float8 caches, too")
     parser.add_argument(
         "--arms",
@@ -581,6 +601,11 @@ def main() -> None:
         chosen = chosen_arms(args.arms)
     except ValueError as problem:
         parser.error(f"--arms: {problem}")
+    try:
+        cases = cases_of(args.quick, args.cases)
+    except ValueError:
+        parser.error(f"--cases {args.cases}: pass BATCH:CONTEXT with commas between")
+    shapes = replace(FULL, rows=args.rows)
     if args.interpret:
         start_again_interpreted("benchmarks.ops.attention")
     if INTERPRET:
@@ -591,10 +616,10 @@ def main() -> None:
     with_ours = "ours" in chosen
     tasks: list[tuple[Any, ...]] = []
     if with_ours:
-        tasks = [("tail", form, False) for form in TAIL_FORMS[: None if args.tune else 2]]
+        tasks = [("tail", form, False, shapes) for form in TAIL_FORMS[: None if args.tune else 2]]
         for fp8 in (False, True) if args.fp8 else (False,):
-            forms = tilings_to_try()[: (6 if fp8 else None) if args.tune else 1]
-            tasks = [("triton", form, fp8) for form in forms] + tasks
+            forms = tilings_to_try(shapes)[: (6 if fp8 else None) if args.tune else 1]
+            tasks = [("triton", form, fp8, shapes) for form in forms] + tasks
         workers = min(args.compile_workers, len(tasks))
         with multiprocessing.get_context("spawn").Pool(workers) as pool:
             for line in filter(None, pool.map(compile_part, tasks, chunksize=1)):
@@ -615,14 +640,14 @@ def main() -> None:
         print(f"fa3: {function}", flush=True)
 
     checks, bench = Checks(), Bench()
-    good = run_checks(checks, arms, args.quick) if arms else set()
-    fp8_good = check_fp8(checks) if args.fp8 and with_ours else False
+    good = run_checks(checks, arms, args.quick, shapes) if arms else set()
+    fp8_good = check_fp8(checks, shapes) if args.fp8 and with_ours else False
     print(f"checked after {time.perf_counter() - started:.0f} s", flush=True)
 
     def save() -> None:
         report = {
             **machine(),
-            "shapes": vars(FULL) | {"dtype": "torch.bfloat16"},
+            "shapes": vars(shapes) | {"dtype": "torch.bfloat16"},
             "aim_of_fa3_causal": AIM,
             "arms": chosen,
             "not_timed": missing,
@@ -637,20 +662,21 @@ def main() -> None:
         Path(args.out).parent.mkdir(parents=True, exist_ok=True)
         Path(args.out).write_text(json.dumps(report, indent=1) + "\n")
 
-    for R, context in cases_of(args.quick) if arms else ():
-        case = Case(FULL, R, context)
+    tuned = TUNED if not args.cases else cases
+    for R, context in cases if arms else ():
+        case = Case(shapes, R, context)
         case.store()
         for name, (arm, _) in arms.items():
             if name in good:
                 bench.time(case, name, arm)
         if prefix is not None and {"fa3 causal", "fa3 + tail"} <= good:
             time_scheduled(bench, checks, prefix, case)
-        if args.tune and "triton" in good and (R, context) in TUNED:
+        if args.tune and "triton" in good and (R, context) in tuned:
             tune(bench, checks, case, prefix if "fa3 + tail" in good else None, False)
         del case
         torch.cuda.empty_cache()
-        if fp8_good and (R, context) in ((1, 4096), (1, 65536), (16, 16384)):
-            case = Case(FULL, R, context, fp8=True)
+        if fp8_good and (args.cases or (R, context) in ((1, 4096), (1, 65536), (16, 16384))):
+            case = Case(shapes, R, context, fp8=True)
             bench.time(case, "triton float8", ours, fp8=True)
             if args.tune:
                 tune(bench, checks, case, None, True)
@@ -664,7 +690,7 @@ def main() -> None:
         print(f"{name}: {line}", flush=True)
     for R, context in QUICK_CASES if found else ():
         try:
-            case = Case(FULL, R, context)
+            case = Case(shapes, R, context)
             case.store()
             time_others(bench, checks, case, found, missing)
             del case

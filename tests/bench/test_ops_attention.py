@@ -22,6 +22,7 @@ from benchmarks.ops import attention, attention_arms
 from benchmarks.ops.attention_arms import Foreign
 from benchmarks.ops.machine import Checks
 from benchmarks.ops.pack_others import trim
+from vllm_weaver.ops.attention.tiling import choose_tiling
 
 # Rounding to bfloat16 of what the stand-ins return.
 LIMIT = 4e-3
@@ -280,9 +281,28 @@ def test_a_run_without_a_library_ends_well_and_says_so(
     assert set(report["leaves_out"]) == {
         name for name in attention_arms.others(["sdpa", "xformers"])
     }
-    monkeypatch.setattr(sys, "argv", ["attention", "--arms", "nobody"])
-    with pytest.raises(SystemExit, match="2"):
-        attention.main()
+    # Small trees of a large batch.
+    more = ["--arms", "sdpa", "--rows", "4", "--cases", "3:40,1:131", "--out", str(out)]
+    monkeypatch.setattr(attention, "QUICK_CASES", [(3, 40)])
+    monkeypatch.setattr(sys, "argv", ["attention", *more])
+    attention.main()
+    report = json.loads(out.read_text())
+    assert report["shapes"]["rows"] == 4 and not report["failed"]
+    assert [x["batch"] for x in report["results"]] == [3]
+    for wrong in (["--arms", "nobody"], ["--cases", "64"], ["--cases", "64:x"]):
+        monkeypatch.setattr(sys, "argv", ["attention", *wrong])
+        with pytest.raises(SystemExit, match="2"):
+            attention.main()
+
+
+def test_tilings_fit_the_rows_of_a_tree() -> None:
+    assert attention.cases_of(False, "64:1024,16:4096") == [(64, 1024), (16, 4096)]
+    for rows in (4, 16, 64):
+        shapes = attention.Shapes(rows=rows)
+        tried = attention.tilings_to_try(shapes)
+        assert len(set(tried)) == len(tried) > 8
+        assert tried[0] == choose_tiling(rows * 6, 256, torch.bfloat16, 90)
+        assert all(x.shared_bytes(256, 2) <= 227 * 1024 for x in tried)
 
 
 def test_the_archive_keeps_what_the_arms_use(tmp_path: Path) -> None:
