@@ -83,7 +83,7 @@ PARTS: Mapping[str, Part] = {
     "commit": Part(module(BENCH + "gdn_commit", "--batches", "1,16", "--out", "{out}"), 90, 40),
     "attention": Part(module(BENCH + "attention", "--fp8", "--out", "{out}"), 120, 40),
     "gdn": Part(module(BENCH + "gdn", "--cuda", "--out", "{out}"), 150, 60),
-    "chain": Part(module(BENCH + "gdn_chain", "--out", "{out}"), 60, 30),
+    "chain": Part(module(BENCH + "gdn_chain", "--out", "{out}"), 90, 40),
     "ncu": Part(
         (
             *("ncu", "--clock-control", "none", "--launch-count", "40"),

@@ -45,7 +45,7 @@ from vllm_weaver.ops.gdn.cuda import choose_form
 from vllm_weaver.ops.gdn.triton import GdnTritonStash
 
 ROWS = (2, 4, 8)
-BATCHES = (1, 4, 16)
+BATCHES = (1, 4, 16, 64)
 EPS = 1e-6
 COPIES = 8
 """Sets of states that vLLM's kernel goes through: one has a state per row."""
