@@ -29,6 +29,7 @@ from vllm_weaver.engine.sizes import (
     MOST_STEPS,
     PROBE_EVERY,
     PROBE_SECONDS,
+    SEEN_SECONDS,
     Acceptance,
     SeenSteps,
     StepTimes,
@@ -185,6 +186,24 @@ def test_the_drafter_has_graphs_for_the_batches_that_the_target_has(
     assert all(b <= 2 * a + 1 for a, b in itertools.pairwise(expected))
 
 
+def test_a_drafters_graph_stores_the_paths_of_its_batches() -> None:
+    """vLLM's own holds a row for every depth: 1,024 at 64 requests, whose paths have four."""
+    sizes = tree_sizes(63, 64, 256)
+    speculator = object.__new__(WeaverSpeculator)
+    speculator.options = cast(Any, SimpleNamespace(adapt=False))
+    speculator.widths = {nodes + 1: last for _, last, nodes in sizes}
+    speculator.depth = speculator.num_speculative_steps = 15
+    speculator.budget, speculator.max_num_tokens = 63, 8192
+    rows = {n: speculator._num_graph_context_tokens(n) for n in EIGHTHS}
+    for batch in range(1, 65):
+        graph = next(n for n in EIGHTHS if n >= batch)
+        nodes = next(k for first, last, k in sizes if first <= batch <= last)
+        assert batch * min(16, nodes + 1) <= rows[graph] <= 16 * graph
+    assert [rows[n] for n in (1, 2, 8, 16, 32, 64)] == [16, 32, 128, 256, 256, 256]
+    speculator.max_num_tokens = 100
+    assert speculator._num_graph_context_tokens(64) == 100
+
+
 def test_the_drafters_graphs_are_planned_by_requests(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +308,22 @@ def test_the_largest_tree_wins_where_rows_are_free_and_none_where_nothing_is_acc
         hopeless.add([1e3] * 15, [600.0] + [100.0] * 14)
     assert hopeless.probability(1) == pytest.approx(0.6, abs=0.02)
     assert best_nodes(4, [0, 3, 15], free, hopeless, 1.02) == 15
+
+
+def test_steps_that_lie_long_ago_are_forgotten() -> None:
+    """Contexts were longer then: what is still seen says how long other sizes take now."""
+    times = StepTimes({(4, k + 1): 10.0 + k for k in (0, 3, 7)}, {4: 2.0})
+    seen = SeenSteps()
+    for step in range(LEAST_STEPS):
+        for nodes, milliseconds, now in ((3, 60.0, 0.0), (7, 38.0, SEEN_SECONDS)):
+            seen.add(4, nodes, milliseconds, now + step)
+    assert times.step_ms(4, 3, seen) == 60.0
+    seen.forget(SEEN_SECONDS + LEAST_STEPS - 1)
+    assert times.step_ms(4, 3, seen) == 60.0
+    seen.forget(SEEN_SECONDS + LEAST_STEPS)
+    # Graphs of 15 and 19 ms, and the second ran for 38.
+    assert times.step_ms(4, 3, seen) == 30.0 and times.step_ms(4, 7, seen) == 38.0
+    assert set(seen.times) == {(4, 7)}
 
 
 def test_small_trees_say_how_larger_ones_would_do() -> None:

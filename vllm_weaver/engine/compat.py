@@ -196,6 +196,9 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "vllm_config",
         "device",
     ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator._num_graph_context_tokens": (
+        "num_reqs",
+    ),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator._generate_draft": (
         "num_reqs",
         "num_tokens_padded",

@@ -110,7 +110,7 @@ class AdaptiveSizesMixin(_Scheduler):
         self._last = now, own, alike + 1
         graph = None if self._times is None else self._times.graph_of(*own)
         if graph is not None and alike >= _ALIKE:
-            self._steps.add(graph, own[1], 1e3 * (now - before))
+            self._steps.add(graph, own[1], 1e3 * (now - before), now)
 
     def refresh_sizes(self) -> None:
         """Read what has been published, and choose anew for every batch size."""
@@ -125,6 +125,7 @@ class AdaptiveSizesMixin(_Scheduler):
         if self._times is None:
             return
         self._refreshes += 1
+        self._steps.forget(time.monotonic())
         table = list(self._fixed)
         for requests in range(1, len(table)):
             # Memory was reserved for the rows of the largest batch of the fixed table.

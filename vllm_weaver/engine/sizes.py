@@ -36,6 +36,9 @@ PROBE_EVERY = 16
 #: Steps of a size that must have been seen before their own time counts, and how many are kept.
 LEAST_STEPS = 16
 MOST_STEPS = 64
+#: Seconds after the last step of a size after which its time is forgotten: requests may be longer
+#: or shorter by then, and that of the sizes still seen is theirs.
+SEEN_SECONDS = 120.0
 #: A probe's seconds: below 1 % of the time between two, so that it costs less than half a percent
 #: where trees take twice as long as they are worth.
 PROBE_SECONDS = 0.25
@@ -136,11 +139,18 @@ class SeenSteps:
     """
 
     times: dict[tuple[int, int], deque[float]] = field(default_factory=dict)
+    _latest: dict[tuple[int, int], float] = field(default_factory=dict)
 
-    def add(self, graph: int, nodes: int, milliseconds: float) -> None:
-        """A step between steps of the same size."""
+    def add(self, graph: int, nodes: int, milliseconds: float, now: float = 0.0) -> None:
+        """A step between steps of the same size, that ended at the second `now`."""
         times = self.times.setdefault((graph, nodes), deque(maxlen=MOST_STEPS))
         times.append(milliseconds)
+        self._latest[graph, nodes] = now
+
+    def forget(self, now: float) -> None:
+        """Drop sizes of which no step was seen for `SEEN_SECONDS`."""
+        for size in [x for x, latest in self._latest.items() if now - latest > SEEN_SECONDS]:
+            del self.times[size], self._latest[size]
 
     def milliseconds(self, graph: int | None, nodes: int) -> float | None:
         """The median, which pauses between requests do not move; None of too few steps."""

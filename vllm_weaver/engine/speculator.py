@@ -94,6 +94,15 @@ class WeaverSpeculator(DFlashSpeculator):
         weaver = self.proposer.weaver if self.proposer is not None else None
         return contextlib.nullcontext() if weaver is None or wanted else weaver.without_graphs()
 
+    def _num_graph_context_tokens(self, num_reqs: int) -> int:
+        """Rows of context that a graph of so many requests projects and stores.
+
+        Those of the longest paths of its batches' trees; vLLM has a row for every depth. Where more
+        come, as with prompts, vLLM stores the rest before the graph.
+        """
+        longest = min(self.depth, self.useful_nodes(num_reqs)) + 1
+        return min(super()._num_graph_context_tokens(num_reqs), num_reqs * longest)
+
     def load_draft_model(
         self, target_model: nn.Module, target_attn_layer_names: set[str]
     ) -> nn.Module:
