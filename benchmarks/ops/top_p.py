@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -40,26 +41,46 @@ def peaked_logits(rows: int, vocab_size: int, device: str, seed: int = 0) -> Ten
     return logits.bfloat16().float()
 
 
-def wrong_rows(logits: Tensor, masked: Tensor, top_p: float) -> Tensor:
+def last_kept(logits: Tensor, top_p: float) -> Tensor:
+    """Logits of the last token of each row's top-p set, float64 [R, 2].
+
+    Shares that rounding may move past the limit leave either of two tokens as the last one: the
+    earlier, then the later.
+    """
+    ordered = logits.double().sort(-1, descending=True).values
+    better = ordered.softmax(-1).cumsum(-1).roll(1, -1)
+    better[:, 0] = 0.0
+    places = [(better < top_p + slack).sum(-1, keepdim=True) - 1 for slack in (-1e-5, 1e-5)]
+    return ordered.gather(1, torch.cat(places, 1))
+
+
+def wrong_rows(logits: Tensor, masked: Tensor, last: Tensor) -> Tensor:
     """Rows, bool [R], whose kept tokens are not the top-p set, ties with its last token aside.
 
     Args:
         logits: [R, V], before.
         masked: [R, V], after; minus infinity where a token was dropped.
-        top_p: share of the mass.
+        last: [R, 2], see :func:`last_kept`.
     """
-    ordered = logits.double().sort(-1, descending=True).values
-    better = ordered.softmax(-1).cumsum(-1).roll(1, -1)
-    better[:, 0] = 0.0
-    # Shares that rounding may move past the limit leave either token as the last one.
-    last, latest = (
-        ordered.gather(1, ((better < top_p + slack).sum(-1, keepdim=True) - 1))
-        for slack in (-1e-5, 1e-5)
-    )
     kept = masked.isfinite()
-    below = kept & (logits < latest - _TIE)
-    above = ~kept & (logits > last + _TIE)
+    earlier, later = last.float().split(1, -1)
+    below = kept & (logits < later - _TIE)
+    above = ~kept & (logits > earlier + _TIE)
     return (below | above).any(-1)
+
+
+def count_wrong(call: Callable[[Tensor], Tensor], logits: Tensor, calls: int) -> int:
+    """Rows that a filter in place gets wrong in so many calls.
+
+    What a program finds in its buffer is from its row before, or from the last call: each call has
+    the rows in another order, since the same row's tokens there would do no harm.
+    """
+    last, wrong = last_kept(logits, _TOP_P), 0
+    for _ in range(calls):
+        order = torch.randperm(len(logits), device=logits.device)
+        given = logits[order]
+        wrong += int(wrong_rows(given, call(given.clone()), last[order]).sum())
+    return wrong
 
 
 def main() -> None:
@@ -85,11 +106,8 @@ def main() -> None:
     for vocab_size in (8192, 248_320):
         for rows in (64, 192, 256):
             logits = peaked_logits(rows, vocab_size, "cuda")
-            found = {"whole": 0, "chunks": 0}
-            for name, call in (("whole", whole), ("chunks", in_chunks)):
-                for _ in range(arguments.calls):
-                    found[name] += int(wrong_rows(logits, call(logits.clone()), _TOP_P).sum())
-            wrong_in_chunks += found["chunks"]
+            found = [count_wrong(x, logits, arguments.calls) for x in (whole, in_chunks)]
+            wrong_in_chunks += found[1]
             times = [
                 # With a copy, which the kernels, working in place, need each time.
                 1e3
@@ -102,8 +120,8 @@ def main() -> None:
                 "vocab_size": vocab_size,
                 "rows": rows,
                 "sampled": rows * arguments.calls,
-                "wrong, whole": found["whole"],
-                "wrong, in chunks": found["chunks"],
+                "wrong, whole": found[0],
+                "wrong, in chunks": found[1],
                 "us, whole": round(times[0], 1),
                 "us, in chunks": round(times[1], 1),
             }

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.ops import __main__ as runner
-from benchmarks.ops.top_p import peaked_logits, wrong_rows
+from benchmarks.ops.top_p import count_wrong, last_kept, peaked_logits, wrong_rows
 
 
 def test_parts_end_as_they_end_and_the_rest_still_runs(
@@ -85,16 +85,36 @@ def test_rows_with_a_wrong_top_p_set_are_found() -> None:
     masked = torch.empty_like(logits).scatter_(
         1, order, ordered.masked_fill(dropped, float("-inf"))
     )
-    assert not wrong_rows(logits, masked, 0.9).any()
+    last = last_kept(logits, 0.9)
+    assert not wrong_rows(logits, masked, last).any()
     # One token too many, one too few, and the whole row.
     first = dropped.sum(-1)
     masked[1, order[1, first[1] - 1]] = ordered[1, first[1] - 1]
     masked[3, order[3, -1]] = float("-inf")
     masked[4] = logits[4]
-    assert wrong_rows(logits, masked, 0.9).tolist() == [False, True, False, True, True, False]
+    assert wrong_rows(logits, masked, last).tolist() == [False, True, False, True, True, False]
     # Of tokens that tie any number may stay.
     ties = torch.tensor([[3.0, 1.0, 1.0, 1.0, -9.0]])
     for kept in ([0, 1], [0, 2, 3], [0, 1, 2, 3]):
         one = torch.full_like(ties, float("-inf"))
         one[0, kept] = ties[0, kept]
-        assert not wrong_rows(ties, one, 0.8).any()
+        assert not wrong_rows(ties, one, last_kept(ties, 0.8)).any()
+
+
+def test_what_a_row_left_behind_shows_in_the_next_call() -> None:
+    """A filter that reads the place's row of the call before is right where rows stay in order."""
+    logits = peaked_logits(6, 64, "cpu")
+    before: list[torch.Tensor] = []
+
+    def late(given: torch.Tensor) -> torch.Tensor:
+        before.append(given.clone())
+        limit = last_kept(before[-2 if len(before) > 1 else -1], 0.9)[:, :1]
+        return given.masked_fill_(given < limit, float("-inf"))
+
+    assert 0 < count_wrong(late, logits, 4) <= 24
+
+    def fresh(given: torch.Tensor) -> torch.Tensor:
+        before.clear()
+        return late(given)
+
+    assert count_wrong(fresh, logits, 4) == 0

@@ -24,6 +24,17 @@ def test_no_contract_is_broken() -> None:
     assert compat.broken_contracts() == []
 
 
+def test_methods_of_the_drafter_that_are_extended_have_a_contract() -> None:
+    from vllm_weaver.engine.speculator import WeaverSpeculator
+
+    bases = WeaverSpeculator.__mro__[1:-1]
+    for name, value in vars(WeaverSpeculator).items():
+        owners = [base for base in bases if name in vars(base)]
+        if callable(value) and owners and name not in ("__doc__", "__module__"):
+            known = [f"{base.__module__}:{base.__qualname__}.{name}" for base in owners]
+            assert any(key in compat.CONTRACTS for key in known), known
+
+
 def test_changed_signatures_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(compat.CONTRACTS, SAMPLE, ("logits", "temperature"))
     monkeypatch.setitem(compat.CONTRACTS, "vllm.v1.worker.gpu.gone:Gone.go", ())

@@ -15,8 +15,17 @@ from vllm_weaver.engine import sampler as module
 from vllm_weaver.engine.sampler import TreeSampler
 
 
-def chunks(rows: list[int], top_p: list[float], device: str, vocab_size: int = 512) -> Any:
-    states = SimpleNamespace(top_p=SimpleNamespace(np=np.array([0.5, *top_p])))
+def chunks(
+    rows: list[int],
+    top_p: list[float],
+    device: str,
+    vocab_size: int = 512,
+    top_k: list[int] | None = None,
+) -> Any:
+    states = SimpleNamespace(
+        top_p=SimpleNamespace(np=np.array([0.5, *top_p])),
+        top_k=SimpleNamespace(np=np.array([vocab_size, *(top_k or [vocab_size] * len(rows))])),
+    )
     state: Any = SimpleNamespace(device=torch.device("cpu"))
     sampler = TreeSampler(SimpleNamespace(sampling_states=states), state)
     starts = np.cumsum([0, *rows])
@@ -39,6 +48,16 @@ def test_top_p_takes_no_more_rows_than_vllms_exact_kernel() -> None:
     assert chunks([16] * 5, [0.9] * 5, "cpu") == [(0, 5)]
     # A request's rows stay together, as penalties and bad words need it.
     assert chunks([40, 40, 1, 128, 1], [0.9] * 5, "cuda") == [(0, 1), (1, 3), (3, 4), (4, 5)]
+
+
+def test_top_k_takes_the_other_kernel_at_every_number_of_rows() -> None:
+    """Chunks would only cost: Qwen's own recipes have both."""
+    assert chunks([16] * 5, [0.95] * 5, "cuda", top_k=[20] * 5) == [(0, 5)]
+    # Greedy requests have neither, and a request with top-k alone has no limit of mass.
+    assert chunks([16] * 5, [1.0, 1.0, 0.95, 0.95, 1.0], "cuda", top_k=[512, 20, 20, 20, 512]) == [
+        (0, 5)
+    ]
+    assert chunks([16] * 5, [0.95] * 5, "cuda", top_k=[20, 20, 512, 20, 20]) == [(0, 4), (4, 5)]
 
 
 def test_memory_bounds_chunks_as_before() -> None:

@@ -24,6 +24,7 @@ from vllm_weaver.engine import compat
 from vllm_weaver.engine.config import tree_sizes, with_all_widths
 from vllm_weaver.engine.scheduler import decode_size
 from vllm_weaver.engine.sizes import (
+    LEAST_PASSES,
     LEAST_STEPS,
     MARGIN,
     MOST_STEPS,
@@ -427,6 +428,31 @@ def test_what_is_not_offered_is_not_forgotten() -> None:
     assert known.emitted(3) < 1.15
     known.add([400.0, 0.0, 0.0], [300.0, 0.0, 0.0])
     assert known.probability(1) > 0.4 and known.offered[1:] == [400.0, 400.0]
+
+
+def test_what_is_offered_again_is_as_old_as_it_is() -> None:
+    """Text has become an easy one: one probe of 64 requests must outweigh what was a minute ago."""
+    times = StepTimes({(64, 1): 22.2, (64, 4): 36.0}, {64: 3.6})
+    hard = [200.0, 20.0, 0.0]
+    known, fresh = Acceptance(3), Acceptance(3)
+    for _ in range(50):
+        known.add([3000.0] * 3, hard)
+    fresh.add([3000.0] * 3, hard)
+    assert best_nodes(64, [0, 3], times, known, MARGIN) == 0
+    for _ in range(15):
+        known.add([0.0] * 3, [0.0] * 3)
+    for one in (known, fresh):
+        one.add([400.0] * 3, [350.0, 300.0, 270.0])
+    assert best_nodes(64, [0, 3], times, known, MARGIN) == 3
+    # The same a moment ago says more about now.
+    assert best_nodes(64, [0, 3], times, fresh, MARGIN) == 0
+    # Of a few passes the old ones, those that stay, still say most.
+    known, few = Acceptance(3), [13.0] * 3
+    known.add([3000.0] * 3, [2400.0, 1800.0, 1500.0])
+    for _ in range(20):
+        known.add([0.0] * 3, [0.0] * 3)
+    known.add(few, [0.0] * 3)
+    assert known.offered == [LEAST_PASSES + 13.0] * 3 and known.probability(1) > 0.5
 
 
 def test_probes_are_short(tiny_models: dict[str, Path]) -> None:

@@ -210,6 +210,7 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.init_cudagraph_manager": (
         "cudagraph_mode",
     ),
+    "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator.capture": (),
     "vllm.v1.worker.gpu.spec_decode.dflash.speculator:DFlashSpeculator._run_model": (
         "num_tokens",
         "attn_metadata",

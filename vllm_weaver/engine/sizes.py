@@ -27,8 +27,10 @@ from pathlib import Path
 PRIOR = 0.9
 #: Weight of the prior, in passes.
 PRIOR_PASSES = 32.0
-#: Share of earlier observations of a node that a refresh with new ones keeps.
+#: Share of earlier observations of a node that a refresh keeps once there are new ones, and passes
+#: of them that stay however old they are: a probe of few requests is no more than a dozen.
 MEMORY = 0.8
+LEAST_PASSES = 64.0
 #: Trees must promise this much more than plain decoding.
 MARGIN = 1.02
 #: Refreshes from one probe of the largest trees, which keeps their acceptance known, to the next.
@@ -170,11 +172,13 @@ class Acceptance:
     nodes: int
     offered: list[float] = field(default_factory=list)
     accepted: list[float] = field(default_factory=list)
-    _stretch: float = field(default=1.0, init=False)
+    _stretch: float = field(default=1.0, init=False, repr=False, compare=False)
+    _ages: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.offered = self.offered or [0.0] * self.nodes
         self.accepted = self.accepted or [0.0] * self.nodes
+        self._ages = [0] * self.nodes
         self._compare()
 
     def _compare(self) -> None:
@@ -190,11 +194,18 @@ class Acceptance:
         """Add what was seen since the last call, node 1 first; what came before fades.
 
         Of a node that was not offered the earlier observations stay: else the prior would return,
-        and with it trees that were given up for good reasons.
+        and with it trees that were given up for good reasons. Once it is offered again they have
+        the age that they have.
         """
-        keep = [MEMORY if y else 1.0 for y in offered]
-        self.offered = [k * x + y for k, x, y in zip(keep, self.offered, offered, strict=True)]
-        self.accepted = [k * x + y for k, x, y in zip(keep, self.accepted, accepted, strict=True)]
+        for j, (passes, hits) in enumerate(zip(offered, accepted, strict=True)):
+            self._ages[j] += 1
+            if passes:
+                keep = MEMORY ** self._ages[j]
+                if self._ages[j] > 1 and self.offered[j]:
+                    keep = max(keep, min(MEMORY, LEAST_PASSES / self.offered[j]))
+                self.offered[j] = keep * self.offered[j] + passes
+                self.accepted[j] = keep * self.accepted[j] + hits
+                self._ages[j] = 0
         self._compare()
 
     def probability(self, node: int) -> float:
