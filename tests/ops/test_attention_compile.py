@@ -108,6 +108,14 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, str, dict[str, Any], dict[str
         }
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "cache": cache}
         yield name, attention.tree_attention_kernel, types[dtype], constants, options
+    for rows in (2, 4):
+        # Of large batches.
+        few = choose_tiling(rows * 6, 256, torch.bfloat16, arch)
+        blocks = {"G": 6, "K": 256, "BLOCK_N": few.block_n, "PAGE": 784, "BLOCK_M": few.block_m}
+        constants |= blocks | {"SPLIT": False, "FP8": False}
+        options = {"num_warps": few.num_warps, "num_stages": few.num_stages}
+        name = f"few rows of attention {few.per_multiprocessor(256, 2)} {tuple(few)}"
+        yield name, attention.tree_attention_kernel, "bf16", constants, options
     grouped = {"G": 6, "K": 256, "BLOCK_N": 64}
     constants = {**grouped, "CHUNK": attention.MERGE_CHUNK}
     yield "merge D=256", attention.merge_splits_kernel, "bf16", constants, {}
@@ -157,6 +165,11 @@ def test_kernels_compile_without_spills(arch: int) -> None:
         elif not name.startswith("attention bf16"):
             limit = TAIL_SPILL_LIMIT if name == "tail D=256 (32, 32, 4)" else 0
             assert figure["spilled_bytes"] <= limit, (name, figure)
+        if name.startswith("few rows of attention"):
+            # As many fit a multiprocessor as the choice of splits counts on.
+            wanted, warps = int(name.split()[4]), int(name.split(", ")[2])
+            assert wanted == 2 <= 65536 // (32 * warps * figure["registers"]), (name, figure)
+            assert wanted * figure["shared_bytes"] <= SHARED_LIMIT[arch], (name, figure)
         if arch == 80:
             assert figure["spilled_bytes"] <= SPILL_LIMIT, (name, figure)
 

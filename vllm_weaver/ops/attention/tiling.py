@@ -76,6 +76,9 @@ def choose_tiling(rows: int, head_dim: int, dtype: torch.dtype, capability: int 
         return Tiling(block_m, 64, num_warps=4, num_stages=2)
     if head_dim == 128:
         return Tiling(block_m, 32, num_warps=4, num_stages=3)
+    if block_m <= 32:
+        # Of eight warps one program fits a multiprocessor, of four two.
+        return Tiling(block_m, 32, num_warps=4, num_stages=3 if capability >= 90 else 2)
     return Tiling(block_m, 32, num_warps=8, num_stages=2)
 
 
