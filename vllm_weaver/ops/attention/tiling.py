@@ -76,9 +76,12 @@ def choose_tiling(rows: int, head_dim: int, dtype: torch.dtype, capability: int 
         return Tiling(block_m, 64, num_warps=4, num_stages=2)
     if head_dim == 128:
         return Tiling(block_m, 32, num_warps=4, num_stages=3)
+    if capability >= 90:
+        # Over 384 rows, tiles of 64 took half the time with four warps and three stages. Of 32
+        # rows two programs fit a multiprocessor, with eight warps one.
+        return Tiling(block_m, 32, num_warps=4, num_stages=3)
     if block_m <= 32:
-        # Of eight warps one program fits a multiprocessor, of four two.
-        return Tiling(block_m, 32, num_warps=4, num_stages=3 if capability >= 90 else 2)
+        return Tiling(block_m, 32, num_warps=4, num_stages=2)
     return Tiling(block_m, 32, num_warps=8, num_stages=2)
 
 
