@@ -10,12 +10,16 @@ here as it would on a GPU. vLLM's own dispatch, padding and output buffers are u
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from running import TreeEngine
 from vllm.config.compilation import CUDAGraphMode
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager, ModelCudaGraphManager
 
 from vllm_weaver.engine.compat import decode_widths
@@ -87,3 +91,49 @@ def capture_target(
     )
     monkeypatch.setattr(runner, "cudagraph_manager", manager)
     return manager.graphs
+
+
+def capture_drafter(
+    trees: TreeEngine, monkeypatch: pytest.MonkeyPatch, batches: tuple[int, ...]
+) -> dict[int, Graph]:
+    """Let the drafter's passes of an engine run as replays; returns the graphs by requests.
+
+    What is frozen is the number of requests, and with it the rows of context that a replay stores.
+    The metadata of the drafter's attention is the newest: a CPU's holds numbers of its batch.
+    """
+    drafter = trees.runner.speculator
+    compilation = drafter.full_config.compilation_config
+    sizes = sorted({n * width for n in batches for width in drafter.widths})
+    build, newest = drafter._build_uniform_attn_metadata, []
+
+    def remember(*arguments: Any, **named: Any) -> Any:
+        newest[:] = [build(*arguments, **named)]
+        return newest[0]
+
+    def forward(requests: int, rows: int, mode: CUDAGraphMode) -> None:
+        drafter._prepare_graph_forward(requests, None)
+        slots = drafter.block_tables.slot_mappings[:, :rows]
+        by_layer = build_slot_mappings_by_layer(slots, drafter.kv_cache_config)
+        drafter._generate_draft(requests, rows, newest[0], by_layer, None, mode)
+
+    def capture(manager: CudaGraphManager, *_: Any) -> None:
+        for desc in manager._capture_descs[CUDAGraphMode.FULL]:
+            manager.graphs[desc] = Graph(partial(forward, desc.num_reqs, desc.num_tokens))
+        manager._graphs_captured = True
+
+    support = SimpleNamespace(min_cg_support=AttentionCGSupport.ALWAYS)
+    for owner, name, value in (
+        (compilation, "cudagraph_capture_sizes", sizes),
+        (compilation, "max_cudagraph_capture_size", sizes[-1]),
+        (drafter, "_build_uniform_attn_metadata", remember),
+        (drafter, "attn_cg_support", support),
+        (drafter, "query_cudagraph_manager", None),
+        (CudaGraphManager, "capture", capture),
+    ):
+        monkeypatch.setattr(owner, name, value)
+    monkeypatch.setattr(
+        "vllm.platforms.cpu.CpuPlatform.get_global_graph_pool", lambda *_: None, raising=False
+    )
+    drafter.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+    drafter.capture()
+    return {desc.num_reqs: graph for desc, graph in drafter.query_cudagraph_manager.graphs.items()}

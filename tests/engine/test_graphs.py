@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from host_reads import HostReads
-from replay import capture_target
+from replay import capture_drafter, capture_target
 from running import Plain, TreeEngine, assert_same, greedy, sampled, tokens
 from test_lossless import joining
 
@@ -41,6 +42,52 @@ def test_padding_requests_touch_nothing(
         trees.oracle.follow(want)
         assert_same(trees.generate(prompts, greedy(16)), want, plain)
     assert sum(graph.replays for graph in graphs.values()) > 6
+
+
+def marginals_of(
+    trees: TreeEngine, prompts: list[list[int]], count: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[Any], list[torch.Tensor]]:
+    """What an engine writes, and the log-probabilities that every draft of it begins from."""
+    proposer, seen = trees.runner.speculator.proposer, []
+    own = proposer.propose
+
+    def propose(states: torch.Tensor, found: Any, *rest: Any) -> Any:
+        seen.append(found.log_probs.clone())
+        return own(states, found, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(proposer, "propose", propose)
+        return trees.generate(prompts, greedy(count)), seen
+
+
+@pytest.mark.parametrize("count", [1, 3, 4])
+def test_the_drafters_graphs_have_all_of_the_accepted_context(
+    count: int, plain: Plain, trees_of: TreesOf, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replay stores as many rows as the paths of its batches have; prompts have more."""
+    trees = trees_of(target, weaver={"proposal": "ddtree"}, rows_per_step=14)
+    prompts = [tokens(5 + 4 * i, 30) for i in range(count)]
+    want = plain.outputs(prompts, greedy(12))
+    trees.oracle.follow(want)
+    outputs, eager = marginals_of(trees, prompts, 12, monkeypatch)
+    assert_same(outputs, want, plain)
+    graphs = capture_drafter(trees, monkeypatch, (1, 2, 4))
+    drafter = trees.runner.speculator
+    assert drafter._num_graph_context_tokens(4) == 16 < 4 * (drafter.depth + 1)
+    trees.oracle.follow(want)
+    outputs, replayed = marginals_of(trees, prompts, 12, monkeypatch)
+    assert_same(outputs, want, plain)
+    assert sum(graph.replays for graph in graphs.values()) == len(replayed) == len(eager) > 2
+    for ours, expected in zip(replayed, eager, strict=True):
+        # Behind them stand the requests that pad a graph, below them depths that no tree reaches.
+        rows, depths = len(expected), drafter.useful_nodes(len(expected))
+        ours, expected = ours[:rows, :depths], expected[:, :depths]
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-3)
+    # Without the context the drafts would be others.
+    monkeypatch.setattr(drafter, "_prepare_graph_forward", lambda *_: None)
+    trees.oracle.follow(want)
+    _, without = marginals_of(trees, prompts, 12, monkeypatch)
+    assert (without[-1][:1] - eager[-1][:1]).abs().max() > 0.1
 
 
 def test_larger_batches_have_smaller_trees_or_none(
