@@ -93,6 +93,11 @@ class Shapes:
     head_dim: int = 256
     page: int = 784
 
+    @property
+    def packed(self) -> int:
+        """Query rows of a key/value head."""
+        return self.rows * self.heads // self.kv_heads
+
 
 FULL = Shapes()
 TOY = Shapes(rows=20, heads=4, kv_heads=2, head_dim=32, page=48)
@@ -318,7 +323,6 @@ def check(checks: Checks, name: str, arm: Callable[[], Tensor], expected: Tensor
 
 def tilings_to_try(shapes: Shapes) -> list[Tiling]:
     """The default, and others near it."""
-    packed = shapes.rows * shapes.heads // shapes.kv_heads
     few = [
         *((32, 32, 4, 2), (32, 32, 4, 3), (32, 32, 4, 4), (32, 64, 4, 2), (32, 64, 8, 2)),
         *((32, 128, 8, 1), (32, 32, 8, 3), (16, 32, 4, 3), (16, 64, 4, 2), (16, 64, 8, 2)),
@@ -328,8 +332,8 @@ def tilings_to_try(shapes: Shapes) -> list[Tiling]:
         *((128, 16, 8, 4), (64, 64, 8, 2), (64, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
         *((64, 32, 4, 2), (64, 32, 4, 3), (64, 32, 8, 3), (64, 32, 8, 2)),
     ]
-    default = choose_tiling(packed, shapes.head_dim, torch.bfloat16, 90)
-    wanted = few if packed <= 32 else many
+    default = choose_tiling(shapes.packed, shapes.head_dim, torch.bfloat16, 90)
+    wanted = few if shapes.packed <= 32 else many
     return list(dict.fromkeys([default, *(Tiling(*x) for x in wanted)]))
 
 
@@ -458,14 +462,11 @@ QUICK_CASES = [(1, 4096), (1, 65536), (16, 4096)]
 """Batches and contexts of `--quick`, and of other libraries' arms always."""
 
 
-def _pairs(given: str) -> list[list[str]]:
-    return [pair.split(":") for pair in given.split(",")]
-
-
 def cases_of(quick: bool, given: str = "") -> list[tuple[int, int]]:
     """Batches and contexts, `given` as 64:1024,16:4096 or ours. ValueError: it is no such list."""
     if given:
-        return [(int(batch), int(context)) for batch, context in _pairs(given)]
+        pairs = (pair.split(":") for pair in given.split(","))
+        return [(int(batch), int(context)) for batch, context in pairs]
     if quick:
         return QUICK_CASES
     return [
@@ -525,9 +526,8 @@ def tune(bench: Bench, checks: Checks, case: Case, prefix: FlashPrefix | None, f
     expected = ours(case).float()
     capacity = case.tables.shape[2] * case.shapes.page + case.shapes.rows
     sms = multiprocessors(case.q.device)
-    packed = case.shapes.rows * case.shapes.heads // case.shapes.kv_heads
     for tiling in tilings_to_try(case.shapes)[: 6 if fp8 else None]:
-        programs = -(-packed // tiling.block_m) * case.shapes.kv_heads * case.R
+        programs = -(-case.shapes.packed // tiling.block_m) * case.shapes.kv_heads * case.R
         slots = sms * tiling.per_multiprocessor(case.shapes.head_dim, case.k_cache.element_size())
         finest = least_split_keys(capability_of(case.q.device))
         chosen = choose_splits(programs, capacity, slots, finest)

@@ -12,6 +12,7 @@ process. Its line begins with ``ANSWER``.
 from __future__ import annotations
 
 import gc
+import hashlib
 import json
 import os
 import sys
@@ -61,8 +62,6 @@ def answer_of(run: dict[str, Any]) -> dict[str, Any]:
 
 def tables_of(worker: Any) -> dict[str, Any]:
     """Shapes and digests of the adapter's tables as a rank would weave with them."""
-    import hashlib
-
     from vllm_weaver.engine.proposer import tables_of_all_ranks
 
     proposer = worker.model_runner.speculator.proposer
@@ -73,8 +72,13 @@ def tables_of(worker: Any) -> dict[str, Any]:
         "sharded": vocabulary.sharded,
         "held": [list(x.shape) for x in vocabulary.tables()],
         "shapes": [list(x.shape) for x in found],
-        "digests": [hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest() for x in found],
+        "digests": [digest_of(x) for x in found],
     }
+
+
+def digest_of(table: Any) -> str:
+    """SHA-256 of a tensor's bytes."""
+    return hashlib.sha256(table.contiguous().numpy().tobytes()).hexdigest()
 
 
 if __name__ == "__main__":

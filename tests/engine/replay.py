@@ -48,6 +48,26 @@ def _capture(manager: CudaGraphManager, create_forward: Any, *_: Any) -> None:
     manager._graphs_captured = True
 
 
+def _allow_graphs(compilation: Any, monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> None:
+    """Graphs of these sizes in tokens, on a CPU, too."""
+    monkeypatch.setattr(compilation, "cudagraph_capture_sizes", sizes)
+    monkeypatch.setattr(compilation, "max_cudagraph_capture_size", sizes[-1])
+    monkeypatch.setattr(
+        "vllm.platforms.cpu.CpuPlatform.get_global_graph_pool", lambda *_: None, raising=False
+    )
+
+
+def plan_drafter(trees: TreeEngine, monkeypatch: pytest.MonkeyPatch, sizes: list[int]) -> Any:
+    """Plan the drafter's graphs for a target with graphs of these sizes; returns the manager."""
+    drafter = trees.runner.speculator
+    _allow_graphs(drafter.full_config.compilation_config, monkeypatch, sizes)
+    support = SimpleNamespace(min_cg_support=AttentionCGSupport.ALWAYS)
+    monkeypatch.setattr(drafter, "attn_cg_support", support)
+    monkeypatch.setattr(drafter, "query_cudagraph_manager", None)
+    drafter.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+    return drafter.query_cudagraph_manager
+
+
 def capture_target(
     trees: TreeEngine, monkeypatch: pytest.MonkeyPatch, batches: tuple[int, ...]
 ) -> dict[Any, Graph]:
@@ -66,11 +86,7 @@ def capture_target(
     compilation = runner.vllm_config.compilation_config
     widths = decode_widths(runner.vllm_config)
     sizes = sorted({n * width for n in batches for width in widths})
-    monkeypatch.setattr(compilation, "cudagraph_capture_sizes", sizes)
-    monkeypatch.setattr(compilation, "max_cudagraph_capture_size", sizes[-1])
-    monkeypatch.setattr(
-        "vllm.platforms.cpu.CpuPlatform.get_global_graph_pool", lambda *_: None, raising=False
-    )
+    _allow_graphs(compilation, monkeypatch, sizes)
     monkeypatch.setattr(CudaGraphManager, "capture", _capture)
     manager = ModelCudaGraphManager(
         runner.vllm_config, runner.device, CUDAGraphMode.FULL_DECODE_ONLY, rows
@@ -102,7 +118,6 @@ def capture_drafter(
     The metadata of the drafter's attention is the newest: a CPU's holds numbers of its batch.
     """
     drafter = trees.runner.speculator
-    compilation = drafter.full_config.compilation_config
     sizes = sorted({n * width for n in batches for width in drafter.widths})
     build, newest = drafter._build_uniform_attn_metadata, []
 
@@ -121,19 +136,8 @@ def capture_drafter(
             manager.graphs[desc] = Graph(partial(forward, desc.num_reqs, desc.num_tokens))
         manager._graphs_captured = True
 
-    support = SimpleNamespace(min_cg_support=AttentionCGSupport.ALWAYS)
-    for owner, name, value in (
-        (compilation, "cudagraph_capture_sizes", sizes),
-        (compilation, "max_cudagraph_capture_size", sizes[-1]),
-        (drafter, "_build_uniform_attn_metadata", remember),
-        (drafter, "attn_cg_support", support),
-        (drafter, "query_cudagraph_manager", None),
-        (CudaGraphManager, "capture", capture),
-    ):
-        monkeypatch.setattr(owner, name, value)
-    monkeypatch.setattr(
-        "vllm.platforms.cpu.CpuPlatform.get_global_graph_pool", lambda *_: None, raising=False
-    )
-    drafter.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
+    monkeypatch.setattr(drafter, "_build_uniform_attn_metadata", remember)
+    monkeypatch.setattr(CudaGraphManager, "capture", capture)
+    manager = plan_drafter(trees, monkeypatch, sizes)
     drafter.capture()
-    return {desc.num_reqs: graph for desc, graph in drafter.query_cudagraph_manager.graphs.items()}
+    return {desc.num_reqs: graph for desc, graph in manager.graphs.items()}

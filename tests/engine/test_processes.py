@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import importlib.util
 import json
 import os
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from generate import digest_of
 from processes import HERE, environment, generate
 from running import BUDGET, COMMON, VOCAB_SIZE, Plain, greedy, tokens
 from safetensors.torch import load_file
@@ -87,10 +87,7 @@ def _assert_whole_tables(found: list[dict[str, Any]], models: dict[str, Path]) -
     names = [name for name in weights if "embed_tokens" in name or "lm_head" in name]
     embed, head = (weights[name].float() for name in sorted(names, key=lambda x: "lm_head" in x))
     whole = adapter.precompute(embed, head)
-    digests = [
-        hashlib.sha256(x.numpy().tobytes()).hexdigest()
-        for x in (whole.token_input, whole.pool_rows)
-    ]
+    digests = [digest_of(x) for x in (whole.token_input, whole.pool_rows)]
     for rank in found:
         assert rank["sharded"] and [rows for rows, _ in rank["held"]] == [VOCAB_SIZE // 2] * 2
         assert rank["shapes"] == [list(whole.token_input.shape), list(whole.pool_rows.shape)]

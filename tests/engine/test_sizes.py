@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import pytest
 import torch
+from replay import plan_drafter
 from running import Plain, TreeEngine, assert_same, greedy, tokens
 from vllm.config.compilation import CUDAGraphMode
-from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker.gpu import warmup
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
@@ -213,16 +213,7 @@ def test_the_drafters_graphs_are_planned_by_requests(
     speculator = engine.runner.speculator
     whole, rows = speculator.vllm_config, speculator.num_query_per_req
     compilation = speculator.full_config.compilation_config
-    monkeypatch.setattr(compilation, "cudagraph_capture_sizes", [1, 2, 4, 8])
-    monkeypatch.setattr(compilation, "max_cudagraph_capture_size", 8)
-    monkeypatch.setattr(
-        "vllm.platforms.cpu.CpuPlatform.get_global_graph_pool", lambda *_: None, raising=False
-    )
-    support = SimpleNamespace(min_cg_support=AttentionCGSupport.ALWAYS)
-    monkeypatch.setattr(speculator, "attn_cg_support", support)
-    monkeypatch.setattr(speculator, "query_cudagraph_manager", None)
-    speculator.init_cudagraph_manager(CUDAGraphMode.FULL_DECODE_ONLY)
-    manager = speculator.query_cudagraph_manager
+    manager = plan_drafter(engine, monkeypatch, [1, 2, 4, 8])
     planned = manager._capture_descs[CUDAGraphMode.FULL]
     # Widths of 13, 4 and 2 rows: 4 requests of two rows are 8 tokens.
     assert [(desc.num_reqs, desc.num_tokens) for desc in planned] == [

@@ -39,6 +39,8 @@ LARGEST = (
 )
 """What is compiled for generations other than Hopper: of every kernel the largest form, attention
 in both precisions, and see :func:`largest`."""
+FEW_ROWS = (2, 4, 8)
+"""Of trees in large batches."""
 FLOATS = ("scale_log2", "weight", "penalty")
 
 
@@ -65,6 +67,11 @@ def compile_for(
         return name.endswith("_ptr") or strided
 
     return compile_kernel(kernel, arch, constants, type_of, aligned, **options)
+
+
+def few_name(rows: int) -> str:
+    """Name of the attention of trees of so few rows."""
+    return f"few rows of attention: {rows}"
 
 
 def largest(arch: int) -> tuple[str, ...]:
@@ -108,14 +115,15 @@ def kernels(arch: int) -> Iterator[tuple[str, Any, str, dict[str, Any], dict[str
         }
         options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages, "cache": cache}
         yield name, attention.tree_attention_kernel, types[dtype], constants, options
-    for rows in (2, 4, 8):
-        # Of large batches.
-        few = choose_tiling(rows * 6, 256, torch.bfloat16, arch)
-        blocks = {"G": 6, "K": 256, "BLOCK_N": few.block_n, "PAGE": 784, "BLOCK_M": few.block_m}
-        constants |= blocks | {"SPLIT": False, "FP8": False}
-        options = {"num_warps": few.num_warps, "num_stages": few.num_stages}
-        name = f"few rows of attention {few.per_multiprocessor(256, 2)} {tuple(few)}"
-        yield name, attention.tree_attention_kernel, "bf16", constants, options
+    for rows in FEW_ROWS:
+        tiling = choose_tiling(rows * 6, 256, torch.bfloat16, arch)
+        constants = {
+            **{"G": 6, "K": 256, "BLOCK_N": tiling.block_n, "PAGE": 784},
+            **{"BLOCK_M": tiling.block_m, "SPLIT": False, "SAME_ROWS": True},
+            **{"FP8": False, "DOT_FLOAT32": False},
+        }
+        options = {"num_warps": tiling.num_warps, "num_stages": tiling.num_stages}
+        yield few_name(rows), attention.tree_attention_kernel, "bf16", constants, options
     grouped = {"G": 6, "K": 256, "BLOCK_N": 64}
     constants = {**grouped, "CHUNK": attention.MERGE_CHUNK}
     yield "merge D=256", attention.merge_splits_kernel, "bf16", constants, {}
@@ -155,6 +163,10 @@ def compile_all(arch: int, wanted: Callable[[str], bool]) -> dict[str, dict]:
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_kernels_compile_without_spills(arch: int) -> None:
     """All of them for Hopper, the largest forms for the others."""
+    import torch
+
+    from vllm_weaver.ops.attention.tiling import choose_tiling
+
     for name, figure in figures_of(__file__, arch, *(() if arch == 90 else largest(arch))).items():
         assert figure["shared_bytes"] <= SHARED_LIMIT[arch], (name, figure)
         if arch == 90 and name.startswith("attention bf16"):
@@ -168,11 +180,13 @@ def test_kernels_compile_without_spills(arch: int) -> None:
             assert figure["spilled_bytes"] <= limit, (name, figure)
         if name.startswith("few rows of attention"):
             # As many fit a multiprocessor as the choice of splits counts on.
-            fit, tiling = name.removeprefix("few rows of attention ").split(" ", 1)
-            block_m, _, warps, *_ = map(int, tiling.strip("()").replace("None", "0").split(", "))
-            assert int(fit) == (2 if block_m <= 32 else 1), name
-            assert int(fit) <= 65536 // (32 * warps * figure["registers"]), (name, figure)
-            assert int(fit) * figure["shared_bytes"] <= SHARED_LIMIT[arch], (name, figure)
+            rows = next(x for x in FEW_ROWS if few_name(x) == name)
+            tiling = choose_tiling(rows * 6, 256, torch.bfloat16, arch)
+            fit = tiling.per_multiprocessor(256, 2)
+            assert fit == (2 if tiling.block_m <= 32 else 1), name
+            threads = 32 * tiling.num_warps
+            assert fit <= 65536 // (threads * figure["registers"]), (name, figure)
+            assert fit * figure["shared_bytes"] <= SHARED_LIMIT[arch], (name, figure)
             loops = figure["wgmma_loops"][:1]
             assert all(loop["spill_accesses"] == 0 for loop in loops), (name, figure)
         if arch == 80:

@@ -176,12 +176,14 @@ class Proposer:
     def _make_weaver(
         self, adapter: WeaverAdapter, vocabulary: Vocabulary, max_requests: int
     ) -> TreeWeaver | None:
+        held = vocabulary.tables()
+        if adapter.device.type != "cuda" or held is None:
+            return None
+        if vocabulary.sharded and not self.options.adapter_tables:
+            return None
         from vllm_weaver.weave import MAX_POOL, TreeWeaver
 
-        if adapter.device.type != "cuda" or self.pool_size > MAX_POOL:
-            return None
-        held = vocabulary.tables()
-        if held is None or (vocabulary.sharded and not self.options.adapter_tables):
+        if self.pool_size > MAX_POOL:
             return None
         projected = None
         if self.options.adapter_tables:

@@ -200,9 +200,8 @@ class Acceptance:
         for j, (passes, hits) in enumerate(zip(offered, accepted, strict=True)):
             self._ages[j] += 1
             if passes:
-                keep = MEMORY ** self._ages[j]
-                if self._ages[j] > 1 and self.offered[j]:
-                    keep = max(keep, min(MEMORY, LEAST_PASSES / self.offered[j]))
+                least = LEAST_PASSES / max(LEAST_PASSES, self.offered[j])
+                keep = max(MEMORY ** self._ages[j], min(MEMORY, least))
                 self.offered[j] = keep * self.offered[j] + passes
                 self.accepted[j] = keep * self.accepted[j] + hits
                 self._ages[j] = 0

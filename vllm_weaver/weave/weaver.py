@@ -141,7 +141,6 @@ class TreeWeaver:
         self._graphs: dict[tuple[object, ...], tuple[torch.cuda.CUDAGraph, int]] | None = (
             {} if (device.type == "cuda" if graphs is None else graphs) else None
         )
-        self._captures = True
 
         rows = budget + 1
         nodes, prefix = max_requests * self.width, max_requests * (config.depth + 1)
@@ -285,21 +284,20 @@ class TreeWeaver:
             for own, given in ((self._h_ver, h_ver_Rd), (self._roots, root_tokens_R)):
                 if own.data_ptr() != given.data_ptr():
                     own[:requests].copy_(given)
-            may_capture = self._graphs is not None and self._captures
-            if may_capture and not torch.cuda.is_current_stream_capturing():
-                self._replay(requests, nodes, arrays)
-            else:
+            if self._graphs is None or torch.cuda.is_current_stream_capturing():
                 self._launch(requests, nodes, *arrays)
+            else:
+                self._replay(requests, nodes, arrays)
         return DraftTree(*(part[:requests] for part in self._ranked))
 
     @contextlib.contextmanager
     def without_graphs(self) -> Iterator[None]:
         """Launch the kernels of the calls within as they are: for passes that warm up a caller."""
-        before, self._captures = self._captures, False
+        graphs, self._graphs = self._graphs, None
         try:
             yield
         finally:
-            self._captures = before
+            self._graphs = graphs
 
     def shape_for(self, nodes: int) -> tuple[int, int]:
         """Nodes popped per round, and rounds, that grow trees of `nodes` below the root."""
