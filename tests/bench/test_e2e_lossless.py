@@ -334,7 +334,7 @@ def test_one_step_of_the_logits_is_a_tie_where_they_are_large(
 def test_top_p_is_judged_by_the_mass_of_all_tokens(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, vocab_size: int, most: int
 ) -> None:
-    """Of its 1,024 best tokens alone a flat distribution lacks 4 % of its mass: the limit moves."""
+    """Its 1,024 best tokens alone are not all of a flat distribution's mass: the limit moves."""
     asked: dict[str, int] = {}
     serve = FakeEngine.call
 
