@@ -225,7 +225,7 @@ class Policy:
 
 
 class Frequencies(Policy):
-    """The engine's: `Acceptance` and `best_nodes`, anew every two seconds, with its probes."""
+    """The engine's: `Acceptance` and `best_nodes`, anew twice a second, with its probes."""
 
     def __init__(self, batch: Batch) -> None:
         n, replicas = batch.requests, len(batch.queues)

@@ -27,6 +27,8 @@ from vllm_weaver.engine.sizes import (
     LEAST_PASSES,
     LEAST_STEPS,
     MARGIN,
+    MEMORY,
+    MOST_PASSES,
     MOST_STEPS,
     PROBE_EVERY,
     PROBE_SECONDS,
@@ -422,28 +424,40 @@ def test_what_is_not_offered_is_not_forgotten() -> None:
 
 
 def test_what_is_offered_again_is_as_old_as_it_is() -> None:
-    """Text has become an easy one: one probe of 64 requests must outweigh what was a minute ago."""
+    """Text has become an easy one: a probe must outweigh what was known half a minute ago."""
     times = StepTimes({(64, 1): 22.2, (64, 4): 36.0}, {64: 3.6})
-    hard = [200.0, 20.0, 0.0]
+    hard = [35.0, 4.0, 0.0]
     known, fresh = Acceptance(3), Acceptance(3)
-    for _ in range(50):
-        known.add([3000.0] * 3, hard)
-    fresh.add([3000.0] * 3, hard)
+    for one in (known, fresh):
+        one.add([500.0] * 3, hard)
     assert best_nodes(64, [0, 3], times, known, MARGIN) == 0
-    for _ in range(15):
+    for _ in range(PROBE_EVERY - 1):
         known.add([0.0] * 3, [0.0] * 3)
     for one in (known, fresh):
-        one.add([400.0] * 3, [350.0, 300.0, 270.0])
+        one.add([100.0] * 3, [87.0, 75.0, 67.0])
     assert best_nodes(64, [0, 3], times, known, MARGIN) == 3
     # The same a moment ago says more about now.
     assert best_nodes(64, [0, 3], times, fresh, MARGIN) == 0
     # Of a few passes the old ones, those that stay, still say most.
     known, few = Acceptance(3), [13.0] * 3
     known.add([3000.0] * 3, [2400.0, 1800.0, 1500.0])
-    for _ in range(20):
+    for _ in range(PROBE_EVERY - 1):
         known.add([0.0] * 3, [0.0] * 3)
     known.add(few, [0.0] * 3)
     assert known.offered == [LEAST_PASSES + 13.0] * 3 and known.probability(1) > 0.5
+
+
+def test_a_large_batch_learns_at_once_that_its_text_has_changed() -> None:
+    """Half a second of 64 requests is 800 passes: thousands from before must not outvote them."""
+    times = StepTimes({(64, 1): 22.2, (64, 4): 36.0}, {64: 3.6})
+    known = Acceptance(3)
+    for _ in range(60):
+        known.add([800.0] * 3, [480.0, 320.0, 240.0])
+    assert best_nodes(64, [0, 3], times, known, MARGIN) == 3
+    for _ in range(2):
+        known.add([800.0] * 3, [250.0, 100.0, 50.0])
+    assert known.offered == [MEMORY * MOST_PASSES + 800.0] * 3
+    assert best_nodes(64, [0, 3], times, known, MARGIN) == 0
 
 
 def test_probes_are_short(tiny_models: dict[str, Path]) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's schedulers, with trees as large as measured times and acceptance recommend.
 
-vLLM's scheduler looks the number of drafts up by batch size. Ours writes that table anew every few
-seconds, from the step times that rank 0 measured at start-up and from the counters that it
+vLLM's scheduler looks the number of drafts up by batch size. Ours writes that table anew twice a
+second, from the step times that rank 0 measured at start-up and from the counters that it
 publishes. Nothing of a step waits for either.
 """
 
@@ -85,7 +85,7 @@ class AdaptiveSizesMixin(_Scheduler):
         self._fixed = list(self.dynamic_sd_lookup)
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
-        """vLLM's schedule, from a table that is at most a few seconds old."""
+        """vLLM's schedule, from a table that is half a second old at most."""
         now = time.monotonic()
         if now - self._refreshed >= PUBLISH_SECONDS:
             self._refreshed = now

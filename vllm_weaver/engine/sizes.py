@@ -27,14 +27,16 @@ from pathlib import Path
 PRIOR = 0.9
 #: Weight of the prior, in passes.
 PRIOR_PASSES = 32.0
-#: Share of earlier observations of a node that a refresh keeps once there are new ones, and passes
-#: of them that stay however old they are: a probe of few requests is no more than a dozen.
-MEMORY = 0.8
+#: Share of earlier observations of a node that a refresh keeps once there are new ones; passes of
+#: them that stay however old they are, since a probe of few requests is no more than a dozen; and
+#: the most that stay, since a large batch makes thousands in a second and its text may change.
+MEMORY = 0.95
 LEAST_PASSES = 64.0
+MOST_PASSES = 512.0
 #: Trees must promise this much more than plain decoding.
 MARGIN = 1.02
 #: Refreshes from one probe of the largest trees, which keeps their acceptance known, to the next.
-PROBE_EVERY = 16
+PROBE_EVERY = 64
 #: Steps of a size that must have been seen before their own time counts, and how many are kept.
 LEAST_STEPS = 16
 MOST_STEPS = 64
@@ -200,10 +202,12 @@ class Acceptance:
         for j, (passes, hits) in enumerate(zip(offered, accepted, strict=True)):
             self._ages[j] += 1
             if passes:
-                least = LEAST_PASSES / max(LEAST_PASSES, self.offered[j])
-                keep = max(MEMORY ** self._ages[j], min(MEMORY, least))
-                self.offered[j] = keep * self.offered[j] + passes
-                self.accepted[j] = keep * self.accepted[j] + hits
+                known = min(MOST_PASSES, self.offered[j])
+                least = min(known * MEMORY, LEAST_PASSES)
+                kept = max(known * MEMORY ** self._ages[j], least)
+                share = kept / max(1.0, self.offered[j])
+                self.offered[j] = share * self.offered[j] + passes
+                self.accepted[j] = share * self.accepted[j] + hits
                 self._ages[j] = 0
         self._compare()
 

@@ -2,7 +2,7 @@
 """Counters of tree decoding: kept on the device, read on request or published for Prometheus.
 
 The worker counts; the front-end of ``vllm serve`` exports. They meet in a small file that rank 0
-rewrites every few seconds, named by the engine's instance, because vLLM carries no statistics of
+rewrites twice a second, named by the engine's instance, because vLLM carries no statistics of
 a plugin between its processes. Nothing here makes the host wait for the device during a step.
 """
 
@@ -21,7 +21,7 @@ import torch
 from vllm_weaver.engine.step import TreeStep
 from vllm_weaver.ops import PathCounts, count_paths
 
-PUBLISH_SECONDS = 2.0
+PUBLISH_SECONDS = 0.5
 
 
 def stats_file(instance_id: str) -> Path:
@@ -106,7 +106,7 @@ class StepStats:
         }
 
     def _publish(self) -> None:
-        """Start a copy to the host every few seconds; write it once it has arrived."""
+        """Start a copy to the host twice a second; write it once it has arrived."""
         if self._copy is not None:
             host, arrived = self._copy
             if arrived is None or arrived.query():
