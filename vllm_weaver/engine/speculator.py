@@ -329,7 +329,8 @@ class WeaverSpeculator(DFlashSpeculator):
         self._profiles = False
         if self._context_only:
             self._context_only = False
-            self.model_state.trees.num_nodes[input_batch.idx_mapping] = 1
+            # An assignment by index would copy its value from the host, and wait.
+            self.model_state.trees.num_nodes.index_fill_(0, input_batch.idx_mapping.long(), 1)
             return torch.zeros(rows, self.budget, dtype=torch.int64, device=self.device)
         if dummy_run:
             return torch.zeros(rows, self.budget, dtype=torch.int64, device=self.device)
