@@ -35,8 +35,10 @@ class HostReads(TorchDispatchMode):
         masks = name in ("index", "index_put_", "index_put") and any(
             x is not None and x.dtype in (torch.bool, torch.uint8) for x in args[1]
         )
-        if name in WAITING or masks:
-            self._record(f"{name} with a mask" if masks else name)
+        # The number becomes a tensor on the host, and is copied before the host goes on.
+        number = name in ("index_put_", "index_put") and args[2].dim() == 0
+        if name in WAITING or masks or number:
+            self._record(f"{name} with a mask" if masks else f"{name} of a number" * number or name)
         return func(*args, **(kwargs or {}))
 
     def _record(self, name: str) -> None:

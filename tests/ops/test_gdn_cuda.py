@@ -33,7 +33,7 @@ from vllm_weaver.ops import (
     gdn_gate,
 )
 from vllm_weaver.ops.cuda import Library, NotBuilt, build, load, load_library
-from vllm_weaver.ops.gdn import cuda
+from vllm_weaver.ops.gdn import cuda, raw
 from vllm_weaver.ops.gdn.raw import tree_verify_raw
 from vllm_weaver.ops.gdn.triton import GdnTritonStash
 
@@ -686,8 +686,31 @@ def test_raw_rows_go_through_the_convolution_and_leave_their_gates(
 
 def test_raw_rows_know_two_backends() -> None:
     nothing = torch.empty(0)
-    with pytest.raises(ValueError, match="raw rows have backends triton and cuda, not 'numpy'"):
+    with pytest.raises(ValueError, match="raw rows have backends triton, cuda and auto, not 'nu"):
         tree_verify_raw(*[nothing] * 12, 1, backend="numpy")
+
+
+@pytest.mark.parametrize(
+    ("requests", "rows", "heads", "kernel"),
+    [(1, 16, 48, "cuda"), (4, 16, 48, "cuda"), (16, 16, 48, "triton"), (64, 4, 48, "triton"),
+     (64, 4, 12, "triton"), (16, 16, 12, "cuda"), (16, 17, 48, "cuda"), (64, 64, 48, "cuda")],
+)  # fmt: skip
+def test_the_faster_kernel_is_chosen_by_what_was_measured(
+    requests: int, rows: int, heads: int, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called = []
+    for module, name in ((cuda, "cuda"), (raw, "triton")):
+        monkeypatch.setattr(
+            module, "launch_verify", lambda *_, name=name, **__: called.append(name)
+        )
+    monkeypatch.setattr(raw, "tree_conv", lambda *_, **__: (x, None))
+    none, x = torch.empty(0), torch.empty(requests, rows, 96 + 16 * heads)
+    tree_verify_raw(
+        *(x, none, none, none, none, none, none),
+        *(torch.empty(1, heads, 16, 16), none, none, none, none, 3),
+        backend="auto",
+    )
+    assert called == [kernel]
 
 
 def test_what_the_kernel_cannot_serve_is_said_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

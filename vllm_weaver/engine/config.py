@@ -60,7 +60,7 @@ class WeaverOptions:
             at start-up (``WeaverAdapter.precompute``): 2 V r numbers of memory on every rank for
             less to read in every step, and with tensor parallelism for kernels without messages.
         gdn_kernel: verification of GDN layers on a GPU: ``triton``, ``cuda`` (compiled beforehand,
-            for Hopper), or ``auto``, which takes ``cuda`` where it is compiled and fits.
+            for Hopper), or ``auto``, which takes ``cuda`` where it is compiled, fits and is faster.
         attention_kernel: how a GPU attends to trees: ``triton`` (our kernel), ``fa3`` (vLLM's
             FlashAttention 3 for the context and our kernel for the tree, on Hopper) or ``auto``,
             which is ``triton``: ``fa3`` is faster from some 16k tokens on, but has not been run end

@@ -330,7 +330,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
         Args:
             entries: most nodes of a batch.
             depth: deepest level of a tree.
-            kernel: ``triton`` or ``cuda``.
+            kernel: ``triton``, ``cuda``, or ``auto`` for whichever is faster.
             shared: room for the convolved rows of a batch, [entries * C], of all layers.
 
         Returns:
@@ -433,8 +433,9 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
     def clear(self, slots: torch.Tensor) -> None:
         """Set the states in ``slots`` to those before a sequence's first token."""
         slots = slots.long()
-        self.conv_state()[slots] = 0
-        self.recurrent_state()[slots] = 0
+        # An assignment by index would copy its value from the host, and wait.
+        self.conv_state().index_fill_(0, slots, 0)
+        self.recurrent_state().index_fill_(0, slots, 0)
 
 
 @dataclass(frozen=True)
@@ -494,7 +495,7 @@ def commit_layers(
 
 
 def choose_kernel(wanted: str, layer: TreeGatedDeltaNet, device: torch.device) -> str:
-    """Which kernel verifies trees: ``triton`` or ``cuda``.
+    """Which kernel verifies trees: ``triton``, ``cuda``, or ``auto`` where both can.
 
     Args:
         wanted: ``WeaverOptions.gdn_kernel``.
@@ -512,7 +513,7 @@ def choose_kernel(wanted: str, layer: TreeGatedDeltaNet, device: torch.device) -
     else:
         why_not = f"it needs a GPU, and this is {device.type}"
     if why_not is None:
-        return "cuda"
+        return wanted
     if wanted == "cuda":
         raise WeaverConfigError(f"weaver: gdn_kernel is 'cuda', but {why_not}; or choose 'auto'")
     return "triton"
@@ -541,7 +542,10 @@ def reserve_stashes(
     chosen = choose_kernel(kernel, layers[0], device)
     if not layers[0].runs_kernels(device):
         return 0
-    logger.info("vllm-weaver: GDN layers verify trees with the %s kernel", chosen)
+    logger.info(
+        "vllm-weaver: GDN layers verify trees with %s",
+        "the faster kernel of triton and cuda" if chosen == "auto" else f"the {chosen} kernel",
+    )
     channels, dtype = layers[0].conv_channels(), layers[0].get_state_dtype()[0]
     shared = torch.empty(entries * channels, dtype=dtype, device=device)
     total = shared.nbytes

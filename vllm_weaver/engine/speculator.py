@@ -168,6 +168,12 @@ class WeaverSpeculator(DFlashSpeculator):
         if states.dtype == self.dtype:
             self._inputs = dataclasses.replace(self._inputs, states=states, tokens=tokens)
 
+    def _build_uniform_attn_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """What the drafter's attention reads; nothing where its pass is left out."""
+        if self._context_only:
+            return None
+        return super()._build_uniform_attn_metadata(*args, **kwargs)
+
     def _generate_draft(
         self,
         num_reqs: int,

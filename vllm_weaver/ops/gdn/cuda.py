@@ -57,6 +57,15 @@ def choose_form(T: int) -> Form:
     return Form(next(tiles for tiles in (1, 2, 4, 8) if 16 * tiles >= T), 4)
 
 
+def is_faster(requests: int, rows: int, value_heads: int) -> bool:
+    """Whether the Triton kernel takes longer on an H200, by measured times (docs/kernels.md).
+
+    Of trees that fit one tile reading the states is nearly all there is to do, and Triton's
+    smaller programs keep more of it under way once there is enough for all multiprocessors.
+    """
+    return rows > 16 or requests * value_heads < 16 * 48
+
+
 def tree_verify(
     q_RTHK: Tensor,
     k_RTHK: Tensor,

@@ -134,18 +134,20 @@ def tree_verify_raw(
     =============  ====================  =======  ======  ==========================================
 
     Args:
-        backend: of the verification, "triton" or "cuda" (`csrc/README.md` says how to build it);
-            "triton" commits the stash of both.
+        backend: of the verification, "triton" or "cuda" (`csrc/README.md` says how to build it),
+            or "auto", whichever is faster at this size; "triton" commits the stash of both.
         tiling: of "triton"; None chooses.
 
     Raises:
         ValueError: unknown backend, or head dim, number of rows, dtype, stride or device that the
             kernels do not take.
     """
-    if backend not in ("triton", "cuda"):
-        refuse("gdn_tree_verify", f"raw rows have backends triton and cuda, not {backend!r}")
+    if backend not in ("triton", "cuda", "auto"):
+        refuse("gdn_tree_verify", f"raw rows have backends triton, cuda and auto, not {backend!r}")
     R, T, _ = x.shape
     HV, V, K = state.shape[1:]
+    if backend == "auto":
+        backend = "cuda" if pending is None and cuda.is_faster(R, T, HV) else "triton"
     if pending is not None:
         if backend == "cuda":
             refuse("gdn_tree_verify", cuda.NO_PENDING)
