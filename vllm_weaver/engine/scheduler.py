@@ -26,6 +26,7 @@ from vllm_weaver.engine.sizes import (
     SeenSteps,
     StepTimes,
     best_nodes,
+    plain_may_win,
 )
 from vllm_weaver.engine.stats import PUBLISH_SECONDS, stats_file, times_file
 
@@ -136,9 +137,22 @@ class AdaptiveSizesMixin(_Scheduler):
             if best is not None:
                 table[requests] = best
         self.dynamic_sd_lookup, self._after_probe = table, None
-        if self._refreshes % PROBE_EVERY == 0:
+        probes, left = divmod(self._refreshes, PROBE_EVERY)
+        if not left:
             self._after_probe = table
-            self.dynamic_sd_lookup = [max(x) for x in zip(table, self._fixed, strict=True)]
+            self.dynamic_sd_lookup = self._probe(table, plain=probes % 2 == 0)
+
+    def _probe(self, table: list[int], *, plain: bool) -> list[int]:
+        """Sizes of a short while that says how others than the chosen ones do now."""
+        if not plain:
+            return [max(x) for x in zip(table, self._fixed, strict=True)]
+        assert self._times is not None
+        return [
+            0
+            if plain_may_win(requests, nodes, self._times, self._acceptance, self._steps)
+            else nodes
+            for requests, nodes in enumerate(table)
+        ]
 
     def _observe(self, offered: list[float], accepted: list[float]) -> None:
         seen = [offered, accepted]

@@ -35,7 +35,8 @@ LEAST_PASSES = 64.0
 MOST_PASSES = 512.0
 #: Trees must promise this much more than plain decoding.
 MARGIN = 1.02
-#: Refreshes from one probe of the largest trees, which keeps their acceptance known, to the next.
+#: Refreshes from one probe to the next: of the largest trees, which keeps their acceptance known,
+#: and in turn with them of plain decoding, where it was not seen and may be the better choice.
 PROBE_EVERY = 64
 #: Steps of a size that must have been seen before their own time counts, and how many are kept.
 LEAST_STEPS = 16
@@ -96,7 +97,7 @@ class StepTimes:
 
         That of the steps which were seen, once they are enough. Before that the graphs' time, which
         holds neither what requests add to it (states, keys) nor what follows the graph (sampling,
-        acceptance, commit): of trees it is stretched as those of other sizes are that were seen.
+        acceptance, commit): it is stretched as those of other sizes are that were seen.
         """
         graphs = self.graphs_ms(requests, nodes)
         if graphs is None or seen is None:
@@ -104,10 +105,8 @@ class StepTimes:
         own = seen.milliseconds(self.graph_of(requests, nodes), nodes)
         if own is not None:
             return own
-        if not nodes:
-            return graphs
         stretched = []
-        for rows in (rows for rows in self._sizes if rows > 1):
+        for rows in self._sizes:
             other = self.graphs_ms(requests, rows - 1)
             known = seen.milliseconds(self.graph_of(requests, rows - 1), rows - 1)
             if other and known is not None:
@@ -219,6 +218,21 @@ class Acceptance:
     def emitted(self, nodes: int) -> float:
         """Expected tokens of a pass over a tree of ``nodes``, the bonus included."""
         return 1.0 + sum(self.probability(node) for node in range(1, nodes + 1))
+
+
+def plain_may_win(
+    requests: int, nodes: int, times: StepTimes, acceptance: Acceptance, seen: SeenSteps
+) -> bool:
+    """Whether plain decoding deserves a probe where trees of `nodes` are chosen.
+
+    Its steps were not seen, and if they took no longer than their graph they would be the better
+    ones. Arguments as of :func:`best_nodes`.
+    """
+    graph, chosen = times.graphs_ms(requests, 0), times.step_ms(requests, nodes, seen)
+    if not nodes or graph is None or chosen is None:
+        return False
+    unseen = seen.milliseconds(times.graph_of(requests, 0), 0) is None
+    return unseen and MARGIN / graph > acceptance.emitted(nodes) / chosen
 
 
 def best_nodes(
