@@ -52,6 +52,7 @@ class Difference:
         gap, distance, logit: of AR's doubt there; None if it has none.
         step: between neighbouring numbers of the logits' dtype at `logit`, see :func:`step_at`.
         exact: the distance in float32, where AR's was too large; below 0 the other token is ahead.
+            Of `lossless.py` the larger one of the distances to AR's token and to the other.
     """
 
     request: int

@@ -237,6 +237,18 @@ def shift_needed(
     return needed
 
 
+def shifts_in_float32(
+    target: ExactTarget,
+    prompt: Sequence[int],
+    before: Sequence[int],
+    sampling: Mapping[str, Any],
+    tokens: Sequence[int],
+) -> list[float | None]:
+    """:func:`shift_needed` of each of the `tokens`, by the small target's logits in float32."""
+    logits = dict(enumerate(target.logits([*prompt, *before])))
+    return [shift_needed(logits, prompt, before, sampling, token) for token in tokens]
+
+
 def _penalised(
     logits: Mapping[int, float],
     prompt: Sequence[int],

@@ -58,11 +58,15 @@ class ExactTarget:
 
         return load_plain(self.directory, torch.float32)
 
-    def distance(self, before: Sequence[int], own: int, other: int) -> float:
-        """Logit of `own` less that of `other` after the tokens `before`, prompt included."""
+    def logits(self, before: Sequence[int]) -> list[float]:
+        """Of all tokens, after the tokens `before`, prompt included."""
         import torch
 
         with torch.inference_mode():
             found = self._model(torch.tensor([list(before)]), logits_to_keep=1)
-        logits = found.logits[0, -1]
-        return float(logits[own] - logits[other])
+        return found.logits[0, -1].tolist()
+
+    def distance(self, before: Sequence[int], own: int, other: int) -> float:
+        """Logit of `own` less that of `other` after the tokens `before`, prompt included."""
+        logits = self.logits(before)
+        return logits[own] - logits[other]

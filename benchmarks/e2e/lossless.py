@@ -9,6 +9,7 @@ does to itself is the base rate beside.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import time
@@ -24,7 +25,8 @@ from .arms import Arm, ArmError, Models, describe, engine_options, parse_arms
 from .arms import Sizes as EngineSizes
 from .client import EngineError, EngineProcess
 from .compare import Doubt, Doubts, compare
-from .doubts import NEUTRAL, coarser, greedy_doubt, shift_needed
+from .doubts import NEUTRAL, coarser, greedy_doubt, shift_needed, shifts_in_float32
+from .exact import ExactTarget
 from .measure import write_json
 from .memory import LEAST_CACHE, CacheShape, Room, drafter_bytes, weight_bytes
 from .parts import PARTS, TOGETHER, Part, PartError, Request, Sizes, next_turns
@@ -52,13 +54,17 @@ PLAIN, AGAIN = "ar", "ar again"
 _ARMS = "weaver"
 _LEAST_TOKENS = 20_000
 #: Best scores that plain vLLM is asked for: of a greedy request, of one with filters, and of one
-#: with top-p alone, whose limit is a share of the mass of all tokens.
-_BEST, _FILTERED, _MASS = 20, 1024, 16_384
+#: with top-p alone, whose limit is a share of the mass of all tokens. The first many are kept of a
+#: difference beyond a tie.
+_BEST, _FILTERED, _MASS = 64, 1024, 16_384
 #: Requests in a batch of plain vLLM's second pass.
 _REGROUPED = 11
 _FILTERS = ("top_k", "top_p", "min_p")
 #: Cache beyond what the running requests take, for prefixes that stay.
 _CACHE_FACTOR = 3
+
+#: Plain vLLM's [token, logit] pairs, by request of a part and place of its text.
+Scores = Mapping[tuple[int, int], list[Any]]
 
 
 class OutOfTimeError(Exception):
@@ -192,7 +198,9 @@ class Lossless:
         self.save = save
         self.began = began
         self.processes: dict[str, EngineProcess] = {}
-        self.results: dict[str, Any] = {"engines": {}, "parts": [], "failures": []}
+        self.results: dict[str, Any] = {"engines": {}, "parts": [], "failures": [], "skipped": []}
+        function = None if settings.dtype == "float32" else settings.models.function
+        self.exact = None if function is None else ExactTarget(Path(function))
 
     @property
     def left(self) -> float:
@@ -295,9 +303,8 @@ class Lossless:
             # Of its own caches, which would be in the way of a part that goes on from them.
             found[AGAIN] = self._decode(PLAIN, part, part.regrouped(_REGROUPED), fresh=True)
             found[AGAIN].outputs.reverse()
-        doubts = self._ask(parts, decoded)
-        for part, found, doubt in zip(parts, decoded, doubts, strict=True):
-            self._judge(part, found, doubt)
+        for part, found, scores in zip(parts, decoded, self._ask(parts, decoded), strict=True):
+            self._judge(part, found, scores)
 
     def _decode_all(self, part: Part) -> dict[str, Decoded]:
         """The part on all engines, side by side."""
@@ -342,8 +349,10 @@ class Lossless:
         found.seconds = time.monotonic() - start
         return found
 
-    def _ask(self, parts: Sequence[Part], decoded: Sequence[Mapping[str, Decoded]]) -> list[Doubts]:
-        """Plain vLLM's doubts where texts leave its own: it decodes those batches once more.
+    def _ask(
+        self, parts: Sequence[Part], decoded: Sequence[Mapping[str, Decoded]]
+    ) -> Sequence[Scores]:
+        """Plain vLLM's scores where texts leave its own: it decodes those batches once more.
 
         In the batches in which it wrote its texts, so that it rounds as it did then. Where it
         writes something else all the same, it is asked for one token after its own text.
@@ -367,10 +376,7 @@ class Lossless:
                     fresh = False
                     scores |= {(first + i, place): x for (i, place), x in answers.items()}
                 first = end
-        return [
-            _doubts(part, found[PLAIN].outputs, scores)
-            for part, found, scores in zip(parts, decoded, known, strict=True)
-        ]
+        return known
 
     def _scores(
         self,
@@ -397,20 +403,32 @@ class Lossless:
                 else:
                     missing.append((i, place))
         if missing:
-            requests = [
-                {
-                    "prompt": [*batch[i].prompt, *own[i][:place]],
-                    "tokens": 1,
-                    "sampling": {"temperature": 0.0, "skip_reading_prefix_cache": True},
-                    "places": [0],
-                    "show": self._show(batch[i], {place: asked[i][place]}),
-                }
+            after = [
+                (
+                    [*batch[i].prompt, *own[i][:place]],
+                    self._show(batch[i], {place: asked[i][place]}),
+                )
                 for i, place in missing
             ]
-            answer = process.call("serve", self._limit(), requests=requests)
-            for key, scores in zip(missing, answer["scores"], strict=True):
-                found[key] = scores["0"]
+            found |= zip(missing, self._scores_after(after), strict=True)
         return found
+
+    def _scores_after(
+        self, after: Sequence[tuple[list[int], dict[str, Any]]]
+    ) -> list[list[tuple[int, float]]]:
+        """Plain vLLM's scores after each of some tokens, with options that say of which."""
+        requests = [
+            {
+                "prompt": tokens,
+                "tokens": 1,
+                "sampling": {"temperature": 0.0, "skip_reading_prefix_cache": True},
+                "places": [0],
+                "show": show,
+            }
+            for tokens, show in after
+        ]
+        answer = self.processes[PLAIN].call("serve", self._limit(), requests=requests)
+        return [scores["0"] for scores in answer["scores"]]
 
     def _show(self, request: Request, places: Mapping[int, set[int]]) -> dict[str, Any]:
         """Options of `SamplingParams` for the scores that a request's doubts need."""
@@ -421,9 +439,8 @@ class Lossless:
             return {"logprobs": self.settings.scores_of(sampling)}
         return {"logprob_token_ids": sorted(set().union(*places.values()))}
 
-    def _judge(self, part: Part, found: Mapping[str, Decoded], doubts: Doubts) -> None:
+    def _judge(self, part: Part, found: Mapping[str, Decoded], scores: Scores) -> None:
         """Compare the texts of a part, look whether it did what it is for, and record both."""
-        settings = self.settings
         requests = part.requests
         own = found[PLAIN].outputs
         record: dict[str, Any] = {
@@ -444,12 +461,7 @@ class Lossless:
                 for reason in _idle(part, decoded.plugin):
                     self._fail(f"{part.name}: {name}: {reason}")
             if name != PLAIN:
-                texts = compare(
-                    decoded.outputs, own, dtype=settings.dtype, doubts=doubts, tie=settings.tie
-                )
-                for difference in texts["differences"]:
-                    difference["label"] = requests[difference["request"]].label
-                entry["texts"] = texts
+                entry["texts"] = texts = self._compare(part, decoded.outputs, own, scores)
             if name not in (PLAIN, AGAIN):
                 if texts["beyond_a_tie"]:
                     self._fail(f"{part.name}: {name}: {texts['beyond_a_tie']} beyond a tie")
@@ -460,6 +472,81 @@ class Lossless:
         for name, entry in record["arms"].items():
             if "texts" in entry:
                 self.say(f"{part.name}: {name}: {_line(entry['texts'])}")
+
+    def _compare(
+        self, part: Part, got: Sequence[list[int]], own: Sequence[list[int]], scores: Scores
+    ) -> dict[str, Any]:
+        """As :func:`compare`; what is no tie with what it takes to replay it elsewhere.
+
+        Beyond a tie, the small target in float32 says how far both tokens are from being taken
+        (`float32`, with that function alone). Two that are near lie between two engines' roundings.
+        """
+        shifts: dict[tuple[int, int, int], list[float | None] | None] = {}
+
+        def exact(number: int, place: int, token: int) -> float | None:
+            before = own[number][:place]
+            found = self._in_float32(part.requests[number], before, [own[number][place], token])
+            shifts[number, place, token] = found
+            known = [shift for shift in found or () if shift is not None]
+            return max(known) if len(known) == 2 else None
+
+        settings = self.settings
+        doubts = _doubts(part, own, scores)
+        texts = compare(
+            got, own, dtype=settings.dtype, doubts=doubts, tie=settings.tie, exact=exact
+        )
+        for difference in texts["differences"]:
+            number, place = difference["request"], difference["place"]
+            request, token = part.requests[number], got[number][place]
+            difference["label"] = request.label
+            if difference["kind"] != "tie":
+                known = dict(scores.get((number, place), ()))
+                difference["replay"] = {
+                    "prompt": request.prompt,
+                    "before": own[number][:place],
+                    "plain": own[number][place],
+                    "ours": token,
+                    "sampling": dict(request.sampling),
+                    "logits": [known.get(own[number][place]), known.get(token)],
+                    "best": self._best(request, own[number][:place], scores.get((number, place))),
+                }
+                if difference["kind"] == "not classified":
+                    exact(number, place, token)
+            shift = shifts.get((number, place, token))
+            if shift is not None:
+                difference["float32"] = dict(zip(("plain", "ours"), shift, strict=True))
+        return texts
+
+    def _in_float32(
+        self, request: Request, before: Sequence[int], tokens: Sequence[int]
+    ) -> list[float | None] | None:
+        """Shifts that the small target needs to take each token; None if it cannot be asked."""
+        if self.exact is None or self.left <= 0:
+            return None
+        try:
+            return shifts_in_float32(self.exact, request.prompt, before, request.sampling, tokens)
+        except Exception as error:  # whatever Transformers raises, what was decoded is judged
+            reason = f"differences are not put to the small target in float32: {error!r}"
+            self.say(reason)
+            self.results["skipped"].append(reason)
+            self.exact = None
+            return None
+
+    def _best(
+        self, request: Request, before: Sequence[int], known: list[Any] | None
+    ) -> list[list[Any]]:
+        """Plain vLLM's best logits at a place, [token, logit], the best one first.
+
+        Of its own batch as far as they are `known`; else, as of requests sampled without filters,
+        of a pass after its text alone.
+        """
+        scores = known or []
+        if len(scores) < _BEST:
+            with contextlib.suppress(EngineError, OutOfTimeError):
+                tokens = [*request.prompt, *before]
+                (scores,) = self._scores_after([(tokens, {"logprobs": _BEST})])
+        ordered = sorted(scores, key=lambda pair: -pair[1])
+        return [[token, logit] for token, logit in ordered[:_BEST]]
 
     def _missed(self, part: Part, decoded: Decoded) -> list[str]:
         """What a part is for and did not happen in an engine."""
@@ -488,8 +575,8 @@ class Lossless:
                 if name in part["arms"]
             ]
             keys = (
-                "requests", "equal_requests", "ties", "ties_of_one_step", "beyond_a_tie",
-                "not_classified",
+                "requests", "equal_requests", "ties", "ties_of_one_step", "ties_in_float32",
+                "beyond_a_tie", "not_classified",
             )  # fmt: skip
             total: dict[str, Any] = {key: sum(text[key] for text in texts) for key in keys}
             total["tokens_compared"] = sum(x["tokens_before_first_difference"] for x in texts)
@@ -521,9 +608,7 @@ def _questions(found: Mapping[str, Decoded]) -> list[dict[int, set[int]]]:
     return asked
 
 
-def _doubts(
-    part: Part, own: Sequence[list[int]], scores: Mapping[tuple[int, int], list[Any]]
-) -> Doubts:
+def _doubts(part: Part, own: Sequence[list[int]], scores: Scores) -> Doubts:
     """Plain vLLM's doubts at places of its texts `own`, for `compare`."""
 
     def ask(places: list[tuple[int, int, int]]) -> list[Doubt | None]:
@@ -571,7 +656,7 @@ def _line(texts: Mapping[str, Any]) -> str:
         f"{texts['tokens_before_first_difference']} tokens compared, equal "
         f"{texts['equal_requests']}/{texts['requests']}"
     )
-    for key in ("ties", "ties_of_one_step", "beyond_a_tie", "not_classified"):
+    for key in ("ties", "ties_of_one_step", "ties_in_float32", "beyond_a_tie", "not_classified"):
         if texts[key]:
             line += f", {texts[key]} {key.replace('_', ' ')}"
     return line
@@ -606,8 +691,8 @@ def content(settings: Settings, results: Mapping[str, Any], seconds: float) -> d
 def markdown(data: Mapping[str, Any]) -> str:
     """A table of all parts, and what failed."""
     lines = [
-        "| part | arm | requests | tokens compared | equal | ties (of one step) | largest distance "
-        "| beyond a tie | mixed steps | cache hits | FULL graphs (padded) |",
+        "| part | arm | requests | tokens compared | equal | ties (of one step, in float32) "
+        "| largest distance | beyond a tie | mixed steps | cache hits | FULL graphs (padded) |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for part in data["parts"]:
@@ -621,7 +706,7 @@ def markdown(data: Mapping[str, Any]) -> str:
             lines.append(
                 f"| {part['part']} | {name} | {texts['requests']} "
                 f"| {texts['tokens_before_first_difference']} | {texts['equal_requests']} "
-                f"| {texts['ties']} ({texts['ties_of_one_step']}) "
+                f"| {texts['ties']} ({texts['ties_of_one_step']}, {texts['ties_in_float32']}) "
                 f"| {max(distances, default=0.0):.4f} "
                 f"| {texts['beyond_a_tie'] + texts['not_classified']} | {steps['mixed']} | {hits} "
                 f"| {full[0]} ({full[1]}) |"
@@ -629,7 +714,8 @@ def markdown(data: Mapping[str, Any]) -> str:
     for name, total in data.get("totals", {}).items():
         lines.append(
             f"| **all** | {name} | {total['requests']} | {total['tokens_compared']} "
-            f"| {total['equal_requests']} | {total['ties']} ({total['ties_of_one_step']}) "
+            f"| {total['equal_requests']} "
+            f"| {total['ties']} ({total['ties_of_one_step']}, {total['ties_in_float32']}) "
             f"| {total['largest_distance'] or 0.0:.4f} "
             f"| {total['beyond_a_tie'] + total['not_classified']} | | | |"
         )

@@ -77,7 +77,7 @@ PARTS: Mapping[str, Part] = {
     "racecheck": Part(watched("racecheck"), 90, 60),
     "step": Part(module(BENCH + "step", "--quick", "--out", "{out}"), 60, 30),
     "noise": Part(module(BENCH + "noise", "--quick", "--out", "{out}"), 60, 4),
-    "top_p": Part(module(BENCH + "top_p", "--out", "{out}"), 60, 8),
+    "top_p": Part(module(BENCH + "top_p", "--out", "{out}"), 90, 20),
     "propose": Part(module(BENCH + "propose", "--out", "{out}"), 60, 30),
     "weave": Part(module(BENCH + "weave", "--quick", "--out", "{out}"), 90, 40),
     "commit": Part(module(BENCH + "gdn_commit", "--batches", "1,16", "--out", "{out}"), 90, 40),

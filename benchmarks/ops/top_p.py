@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's two top-p kernels on a GPU: how many rows they get wrong, and what chunks of rows cost.
+"""vLLM's two top-p kernels on a GPU: do they agree with sorting, and what would chunks cost?
 
     python -m benchmarks.ops.top_p [--calls 100] [--out FILE]
 
-vLLM takes one kernel for up to 64 rows and another for more. The second one gathers a row's likely
-tokens in a buffer and reads them back with no barrier between, so that the first step of its search
-may see what the row before left there. Rows here have few likely tokens and bfloat16's values. A
-row is wrong if it keeps a token below the last one that belongs to the top-p set, or drops one
-above it; of tokens that tie with the last one any number may stay. Trees are sampled in chunks that
-get the first kernel (`TreeSampler`): their time stands beside the whole's.
+vLLM takes one kernel for up to 64 rows, which splits a row over more programs the fewer rows there
+are, and another for more. Plain decoding of a few requests takes the first, their trees the second.
+Every batch is filtered whole, by the kernel that vLLM takes for it, and in chunks of 64 rows, by
+the first one alone. A row is wrong if it keeps a token below the last one of the sorted top-p set,
+or drops one above it. Of tokens that tie with the last one any number may stay: rows that differ
+between whole and chunks without being wrong differ in those alone.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from benchmarks.ops.machine import machine
 
 _TOP_P = 0.9
 _TIE = 1e-3
+#: Rows up to which vLLM takes the first kernel.
+_CHUNK = 64
 
 
 def peaked_logits(rows: int, vocab_size: int, device: str, seed: int = 0) -> Tensor:
@@ -39,6 +41,20 @@ def peaked_logits(rows: int, vocab_size: int, device: str, seed: int = 0) -> Ten
     likely = torch.randint(vocab_size, (rows, 12), generator=generator, device=device)
     logits.scatter_(1, likely, 18 + 2 * normal(rows, 12))
     return logits.bfloat16().float()
+
+
+def flat_logits(rows: int, vocab_size: int, device: str, seed: int = 0) -> Tensor:
+    """Logits [rows, vocab_size], float32 of bfloat16 values, many of them equal at the limit.
+
+    They lie around 10, where bfloat16's numbers are 1/16 apart: 2 % of the tokens have the last
+    kept value.
+    """
+    generator = torch.Generator(device).manual_seed(seed)
+    logits = 10 + torch.randn(rows, vocab_size, generator=generator, device=device)
+    return logits.bfloat16().float()
+
+
+KINDS = {"peaked": peaked_logits, "flat": flat_logits}
 
 
 def last_kept(logits: Tensor, top_p: float) -> Tensor:
@@ -69,18 +85,28 @@ def wrong_rows(logits: Tensor, masked: Tensor, last: Tensor) -> Tensor:
     return (below | above).any(-1)
 
 
-def count_wrong(call: Callable[[Tensor], Tensor], logits: Tensor, calls: int) -> int:
-    """Rows that a filter in place gets wrong in so many calls.
+def count_rows(
+    filters: dict[str, Callable[[Tensor], Tensor]], logits: Tensor, calls: int
+) -> dict[str, int]:
+    """Rows in so many calls that each of two filters in place gets wrong, and that differ.
 
-    What a program finds in its buffer is from its row before, or from the last call: each call has
-    the rows in another order, since the same row's tokens there would do no harm.
+    Each call has the rows in another order: a program that kept something of the row before it, or
+    of the last call, would do no harm with the same row's.
+
+    Returns:
+        `wrong, NAME` for each of the `filters`; `differ`: rows of which they keep different tokens.
     """
-    last, wrong = last_kept(logits, _TOP_P), 0
+    last = last_kept(logits, _TOP_P)
+    found = dict.fromkeys([*(f"wrong, {name}" for name in filters), "differ"], 0)
     for _ in range(calls):
         order = torch.randperm(len(logits), device=logits.device)
         given = logits[order]
-        wrong += int(wrong_rows(given, call(given.clone()), last[order]).sum())
-    return wrong
+        masked = {name: call(given.clone()) for name, call in filters.items()}
+        for name, result in masked.items():
+            found[f"wrong, {name}"] += int(wrong_rows(given, result, last[order]).sum())
+        first, second = masked.values()
+        found["differ"] += int((first != second).any(-1).sum())
+    return found
 
 
 def main() -> None:
@@ -93,45 +119,41 @@ def main() -> None:
         parser.error("needs a GPU: vLLM has other code for top-p elsewhere")
     from vllm.v1.sample.ops.topk_topp_triton import apply_top_k_top_p_triton
 
-    from vllm_weaver.engine.compat import EXACT_TOP_P_ROWS
-
     def whole(logits: Tensor) -> Tensor:
         top_p = torch.full((len(logits),), _TOP_P, device=logits.device)
         return apply_top_k_top_p_triton(logits, None, top_p)
 
     def in_chunks(logits: Tensor) -> Tensor:
-        return torch.cat([whole(part) for part in logits.split(EXACT_TOP_P_ROWS)])
+        return torch.cat([whole(part) for part in logits.split(_CHUNK)])
 
-    results, wrong_in_chunks = [], 0
-    for vocab_size in (8192, 248_320):
-        for rows in (64, 192, 256):
-            logits = peaked_logits(rows, vocab_size, "cuda")
-            found = [count_wrong(x, logits, arguments.calls) for x in (whole, in_chunks)]
-            wrong_in_chunks += found[1]
-            times = [
-                # With a copy, which the kernels, working in place, need each time.
-                1e3
-                * triton.testing.do_bench(
-                    lambda c=call, x=logits: c(x.clone()), return_mode="median"
-                )
-                for call in (whole, in_chunks)
-            ]
-            row = {
-                "vocab_size": vocab_size,
-                "rows": rows,
-                "sampled": rows * arguments.calls,
-                "wrong, whole": found[0],
-                "wrong, in chunks": found[1],
-                "us, whole": round(times[0], 1),
-                "us, in chunks": round(times[1], 1),
-            }
-            results.append(row)
-            print(json.dumps(row), flush=True)
+    filters: dict[str, Callable[[Tensor], Tensor]] = {"whole": whole, "in chunks": in_chunks}
+    results, wrong = [], 0
+    for kind, make in KINDS.items():
+        for vocab_size in (8192, 248_320):
+            for rows in (12, 32, 64, 192, 256):
+                logits = make(rows, vocab_size, "cuda")
+                counted = count_rows(filters, logits, arguments.calls)
+                wrong += counted["wrong, whole"] + counted["wrong, in chunks"]
+                row = {
+                    "logits": kind,
+                    "vocab_size": vocab_size,
+                    "rows": rows,
+                    "sampled": rows * arguments.calls,
+                    **counted,
+                }
+                for name, call in filters.items():
+                    # With a copy, which the kernels, working in place, need each time.
+                    time = triton.testing.do_bench(
+                        lambda c=call, x=logits: c(x.clone()), return_mode="median"
+                    )
+                    row[f"us, {name}"] = round(1e3 * time, 1)
+                results.append(row)
+                print(json.dumps(row), flush=True)
     if arguments.out is not None:
         record = {**machine(), "top_p": _TOP_P, "results": results}
         arguments.out.write_text(json.dumps(record, indent=1) + "\n")
-    if wrong_in_chunks:
-        raise SystemExit(f"{wrong_in_chunks} rows are wrong in chunks of {EXACT_TOP_P_ROWS} rows")
+    if wrong:
+        raise SystemExit(f"{wrong} rows are not the sorted top-p set")
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ import torch
 from benchmarks.e2e.arms import Models, parse_arms
 from benchmarks.e2e.client import EngineError
 from benchmarks.e2e.compare import Doubt
-from benchmarks.e2e.doubts import noise_of, shift_needed
+from benchmarks.e2e.doubts import noise_of, shift_needed, shifts_in_float32
 from benchmarks.e2e.lossless import Lossless, Settings, _doubts, content, markdown
 from benchmarks.e2e.memory import CacheShape
 from benchmarks.e2e.parts import PARTS, TOGETHER, Part, PartError, Request, Sizes, next_turns
@@ -278,13 +278,15 @@ def judged(
     tmp_path: Path,
     parts: list[str],
     vocab_size: int = 4096,
+    function: str | None = None,
     **changes: Any,
 ) -> dict[str, Any]:
     for key, value in changes.items():
         monkeypatch.setattr(FakeEngine, key, value)
     monkeypatch.setattr("benchmarks.e2e.lossless.EngineProcess", FakeEngine)
     settings = Settings(
-        arms=parse_arms("weaver", 7, [], 15), models=Models("t", "d", "a"), parts=parts,
+        arms=parse_arms("weaver", 7, [], 15), models=Models("t", "d", "a", function=function),
+        parts=parts,
         device="cuda", tokens=8, batch=8, context=256, chunk=32, seeds=2, batched_tokens=None,
         tie=None, least_tokens=50, minutes=5.0, graphs=True, environment={}, extra={},
         logs=tmp_path, vocab_size=vocab_size,
@@ -327,7 +329,7 @@ def test_one_step_of_the_logits_is_a_tie_where_they_are_large(
     assert texts["ties"] == texts["ties_of_one_step"] == 6 and texts["tie_limit"] == 0.1
     assert {(d["logit"], d["step"]) for d in texts["differences"]} == {(17.0, 0.125)}
     assert data["totals"]["weaver-7"]["ties_of_one_step"] == 6
-    assert "| 6 (6) | 0.1250 |" in markdown(data)
+    assert "| 6 (6, 0) | 0.1250 |" in markdown(data)
 
 
 @pytest.mark.parametrize(("vocab_size", "most"), [(4096, 4096), (248_320, 16_384), (300, 300)])
@@ -369,6 +371,113 @@ def test_doubts_of_sampled_texts_know_their_logits() -> None:
     assert found == Doubt(None, needed, -17.0, 0.5)  # type: ignore[arg-type]
     # A token that plain vLLM did not show.
     assert _doubts(part, own, scores)([(0, 1, 4)]) == [None]
+
+
+class FakeTarget:
+    """Logits in float32 that have tokens 1 and 2 `lead` apart, and the rest far below."""
+
+    lead = 0.0
+    asked: list[list[int]]
+
+    def __init__(self, directory: Path) -> None:
+        FakeTarget.asked = []
+
+    def logits(self, before: list[int]) -> list[float]:
+        self.asked.append(before)
+        return [-9.0, 5.0, 5.0 - self.lead, *[-9.0] * 61]
+
+
+def test_shifts_in_float32_are_those_of_the_whole_vocabulary(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(FakeTarget, "lead", 0.5)
+    target: Any = FakeTarget(tmp_path)
+    logits = dict(enumerate(target.logits([])))
+    sampling = {"temperature": 0.8, "seed": 3, "top_p": 0.9}
+    want = [shift_needed(logits, [7, 8], [9], sampling, token) for token in (1, 2)]
+    assert shifts_in_float32(target, [7, 8], [9], sampling, [1, 2, 64]) == [*want, None]
+    assert target.asked[-1] == [7, 8, 9]
+    assert shifts_in_float32(target, [7], [], {"temperature": 0.0}, [2, 1]) == [0.5, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("lead", "kind"), [(0.05, "tie"), (-0.05, "tie"), (0.4, "beyond a tie"), (-0.4, "beyond a tie")]
+)
+def test_two_tokens_near_in_float32_lie_between_two_engines_roundings(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, lead: float, kind: str
+) -> None:
+    """Else both distances say which engine is off: that of the token that has one."""
+    monkeypatch.setattr("benchmarks.e2e.lossless.ExactTarget", FakeTarget)
+    monkeypatch.setattr(FakeTarget, "lead", lead)
+    data = judged(monkeypatch, tmp_path, ["batches"], gap=0.4, function="small")
+    texts = data["parts"][0]["arms"]["weaver-7"]["texts"]
+    distances = {"plain": max(0.0, -lead), "ours": max(0.0, lead)}
+    for difference in texts["differences"]:
+        assert difference["kind"] == kind and difference["distance"] == pytest.approx(0.4)
+        assert difference["float32"] == pytest.approx(distances)
+        assert difference["exact"] == pytest.approx(0.4 if kind != "tie" else 0.05)
+        assert ("replay" in difference) is (kind != "tie")
+    tied = kind == "tie"
+    assert texts["ties_in_float32"] == data["totals"]["weaver-7"]["ties_in_float32"] == 6 * tied
+    assert data["passed"] is tied and data["skipped"] == []
+    assert f"| {6 * tied} (0, {6 * tied}) | 0.4000 |" in markdown(data)
+
+
+def test_a_run_goes_on_where_the_small_target_cannot_be_asked(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    missing = str(tmp_path / "missing")
+    data = judged(monkeypatch, tmp_path, ["batches"], gap=0.4, function=missing)
+    texts = data["parts"][0]["arms"]["weaver-7"]["texts"]
+    assert texts["beyond_a_tie"] == 6 and len(data["skipped"]) == 1
+    assert all(d["exact"] is None and "float32" not in d for d in texts["differences"])
+
+
+@pytest.mark.parametrize("sampling", [{}, {"top_p": 0.9}, {"min_p": 0.1}])
+@pytest.mark.parametrize("ours", [2, 3])
+def test_what_is_no_tie_can_be_replayed_elsewhere(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sampling: dict[str, Any], ours: int
+) -> None:
+    """Token 3 is not among plain vLLM's scores: then nothing is classified."""
+    serve = FakeEngine.call
+
+    def call(self: FakeEngine, name: str, timeout: float, **given: Any) -> Any:
+        answer = serve(self, name, timeout, **given)
+        for request, scores in zip(
+            given.get("requests", ()), answer.get("scores", ()), strict=True
+        ):
+            if self.name == "ar":
+                logprobs = request.get("show", {}).get("logprobs", 0)
+                more = [(100 + i, -20.0 - i) for i in range(min(logprobs, 80))]
+                scores |= {place: [*more, *known] for place, known in scores.items()}
+            else:
+                answer["outputs"][0][-1] = ours
+        return answer
+
+    # A seed whose noise has plain vLLM's token far ahead of ours.
+    seed = next(s for s in range(99) if (n := noise_of(s, 4, [1, 2]))[1] > n[2] + 1)
+    options = {"temperature": 1.0, "seed": seed, **sampling}
+    part = Part("batches", "", [[Request([7, 8], 4, options, label="one")]])
+    monkeypatch.setitem(PARTS, "batches", lambda *_: part)
+    monkeypatch.setattr(FakeEngine, "call", call)
+    monkeypatch.setattr("benchmarks.e2e.lossless.ExactTarget", FakeTarget)
+    monkeypatch.setattr(FakeTarget, "lead", 0.4)
+    data = judged(monkeypatch, tmp_path, ["batches"], gap=0.4, function="small")
+    (difference,) = data["parts"][0]["arms"]["weaver-7"]["texts"]["differences"]
+    assert difference["kind"] == ("beyond a tie" if ours == 2 else "not classified")
+    assert difference["label"] == "one" and difference["float32"]["plain"] == 0
+    assert difference["float32"]["ours"] > 0.4 and FakeTarget.asked[-1] == [7, 8, 1, 1, 1]
+    best = difference["replay"].pop("best")
+    assert best[:2] == [[1, 5.0], [2, 4.6]] and len(best) == 64
+    assert best[2] == [100, -20.0]
+    assert difference["replay"] == {
+        "prompt": [7, 8],
+        "before": [1, 1, 1],
+        "plain": 1,
+        "ours": ours,
+        "sampling": options,
+        "logits": [5.0, 4.6 if ours == 2 else None],
+    }
 
 
 @pytest.mark.parametrize(

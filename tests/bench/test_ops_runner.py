@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from benchmarks.ops import __main__ as runner
-from benchmarks.ops.top_p import count_wrong, last_kept, peaked_logits, wrong_rows
+from benchmarks.ops.top_p import count_rows, flat_logits, last_kept, peaked_logits, wrong_rows
 
 
 def test_parts_end_as_they_end_and_the_rest_still_runs(
@@ -77,6 +77,11 @@ def test_each_kernel_launches_once_in_the_interpreter() -> None:
     assert done.stdout.splitlines() == [f"{x}: launched" for x in ("attention", "step", "weave")]
 
 
+def sorted_top_p(logits: torch.Tensor) -> torch.Tensor:
+    """A row's top-p set of 0.9, with all that tie with its last token."""
+    return logits.masked_fill_(logits < last_kept(logits, 0.9)[:, :1], float("-inf"))
+
+
 def test_rows_with_a_wrong_top_p_set_are_found() -> None:
     logits = peaked_logits(6, 64, "cpu")
     ordered, order = logits.sort(-1)
@@ -111,10 +116,26 @@ def test_what_a_row_left_behind_shows_in_the_next_call() -> None:
         limit = last_kept(before[-2 if len(before) > 1 else -1], 0.9)[:, :1]
         return given.masked_fill_(given < limit, float("-inf"))
 
-    assert 0 < count_wrong(late, logits, 4) <= 24
+    found = count_rows({"sorted": sorted_top_p, "late": late}, logits, 4)
+    assert found["wrong, sorted"] == 0 < found["wrong, late"] <= found["differ"] <= 24
 
     def fresh(given: torch.Tensor) -> torch.Tensor:
         before.clear()
         return late(given)
 
-    assert count_wrong(fresh, logits, 4) == 0
+    found = count_rows({"sorted": sorted_top_p, "fresh": fresh}, logits, 4)
+    assert set(found.values()) == {0}
+
+
+def test_kept_ties_differ_without_being_wrong() -> None:
+    logits = flat_logits(6, 4096, "cpu")
+    last = last_kept(logits, 0.9)[:, :1]
+    assert ((logits == last).sum(-1) > 4096 / 64).all()
+
+    def one(given: torch.Tensor) -> torch.Tensor:
+        """Of the tokens that tie the first one alone."""
+        ties = given == last_kept(given, 0.9)[:, :1]
+        return sorted_top_p(given).masked_fill_(ties & (ties.cumsum(-1) > 1), float("-inf"))
+
+    found = count_rows({"all": sorted_top_p, "one": one}, logits, 2)
+    assert found == {"wrong, all": 0, "wrong, one": 0, "differ": 12}

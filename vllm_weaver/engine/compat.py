@@ -26,7 +26,6 @@ from vllm.distributed import (
 )
 from vllm.logger import init_logger
 from vllm.platforms import current_platform
-from vllm.v1.sample.ops.topk_topp_triton import _SPLIT_MAX_BATCH as EXACT_TOP_P_ROWS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     _iter_request_chunks as iter_request_chunks,
 )
@@ -43,7 +42,6 @@ __all__ = [
     "ATTRIBUTES",
     "CONTRACTS",
     "CPU_CONTRACTS",
-    "EXACT_TOP_P_ROWS",
     "FIELDS",
     "TRITON_KERNELS",
     "broken_contracts",

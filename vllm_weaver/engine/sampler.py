@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import get_max_chunk_logits
 
-from vllm_weaver.engine.compat import EXACT_TOP_P_ROWS, iter_request_chunks
+from vllm_weaver.engine.compat import iter_request_chunks
 from vllm_weaver.engine.step import RowLayout, depth_offset
 from vllm_weaver.ops import accept_paths
 
@@ -165,27 +165,13 @@ class TreeSampler:
             requests, nodes = requests[hit], child.int().argmax(-1)[hit]
         return sampled
 
-    def _chunks(self, logits: torch.Tensor, batch: InputBatch) -> list[tuple[int, int]]:
-        """Request ranges whose float32 logits stay below vLLM's bound.
-
-        With top-p alone also below the rows up to which vLLM takes a kernel without a race: its
-        kernel for more of them gathers the likely tokens and reads them back with no barrier
-        between, so that a search may start from another row's. Plain decoding seldom has as many
-        rows, trees nearly always. Requests of more rows than that stay whole. Rows with top-k take
-        the other kernel at every number of rows, in plain decoding, too.
-        """
+    @staticmethod
+    def _chunks(logits: torch.Tensor, batch: InputBatch) -> list[tuple[int, int]]:
+        """Request ranges whose float32 logits stay below vLLM's bound."""
         limit = get_max_chunk_logits(logits.shape[1])
-        if logits.device.type == "cuda" and self._filters_by_mass(batch, logits.shape[1]):
-            limit = min(limit, EXACT_TOP_P_ROWS)
         if logits.shape[0] <= limit:
             return [(0, batch.num_reqs)]
         return list(iter_request_chunks(batch.cu_num_logits_np, limit))
-
-    def _filters_by_mass(self, batch: InputBatch, vocab_size: int) -> bool:
-        """Whether a request has top-p and no top-k, which vLLM writes as the whole vocabulary."""
-        states, slots = self.sampler.sampling_states, batch.idx_mapping_np
-        by_mass = states.top_p.np[slots] != 1.0
-        return bool(np.any(by_mass & (states.top_k.np[slots] >= vocab_size)))
 
     def _logprobs(
         self,
