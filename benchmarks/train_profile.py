@@ -16,6 +16,7 @@ import argparse
 import dataclasses
 import json
 import sys
+import time
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -194,13 +195,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--compile", action="store_true", help="also with torch.compile")
     given = parser.parse_args()
+    began = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"[{time.monotonic() - began:6.1f} s] {text}", flush=True)
+
     shape, directory = SHAPES[given.shape], given.directory
     if not (directory / "data").exists():
         make = Maker()
         head = write_target(shape, directory / "target", make)
         write_drafter(shape, directory / "drafter", make)
         write_data(shape, directory / "data", given.rows, head, make)
-        print(f"models and {given.rows} rows in {directory}", flush=True)
+        say(f"models and {given.rows} rows in {directory}")
     record: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.train_profile", *sys.argv[1:]]),
         "shape": dataclasses.asdict(shape),
@@ -208,14 +214,16 @@ def main() -> None:
     processes = Processes.join()
     for name, compiles in (("plain", False), ("compiled", True))[: 1 + given.compile]:
         recipe = recipe_for(given.shape, directory, compiles)
-        record[name] = {
-            "dry_run": dry_run(Trainer(recipe, processes)),
-            "profile": profile(Trainer(recipe, processes)),
-            "host_memory_gib": round(host_memory() / 2**30, 2),
-        }
-        print(json.dumps(record[name], indent=1), flush=True)
-        # Written after each, so that one that fails takes nothing with it.
-        given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+        record[name] = {}
+        # The shares first, which are what is asked; each takes some ten steps of a second or more.
+        for part, measure in (("profile", profile), ("dry_run", dry_run)):
+            trainer = Trainer(recipe, processes)
+            say(f"{name}: models loaded")
+            record[name][part] = measure(trainer)
+            record[name]["host_memory_gib"] = round(host_memory() / 2**30, 2)
+            say(f"{name}: {json.dumps(record[name][part], indent=1)}")
+            # Written after each, so that one that is cut off takes nothing with it.
+            given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
