@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times of Gated DeltaNet's commits on a GPU: the exact one's tilings, and the delayed one.
 
-    python -m benchmarks.ops.gdn_commit [--part exact|delayed] [--batches 1,16] [--cuda]
+    python -m benchmarks.ops.gdn_commit [--part exact|delayed] [--batches 1,16] [--rows 16,64]
+        [--cuda]
 
 Shapes and inputs are those of `benchmarks.ops.gdn`. What is timed is checked first: every tiling of
 the exact commit has the bits of a decode per node, and a delayed commit the states of an eager one,
@@ -52,6 +53,7 @@ DELAYED = {
     32: [Tiling(32, 32, 32, 2, 4), Tiling(32, 64, 32, 2, 4), Tiling(32, 64, 32, 4, 4)],
     64: [Tiling(64, 64, 128, 4, 1), Tiling(64, 128, 128, 4, 1)],
 }
+DELAYED[4] = DELAYED[16]
 """Tilings by rows."""
 
 
@@ -151,9 +153,9 @@ def check_delayed(checks: Checks, T: int, windows: int = 8) -> bool:
         pools, slots = base.pool_of(2)
         state, eager = pools[0], pools[0].clone()
         stashes = [base.stash_for(2, T) for _ in range(2)]
-        pending, worst, same = None, 0.0, True
+        pending, worst, same, dead = None, 0.0, True, min(5, T - 1)
         for window in range(windows):
-            case = base.make_case(2, T, seed=10 * T + window, dead=5)
+            case = base.make_case(2, T, seed=10 * T + window, dead=dead)
             out = torch.full((2, T, HV, V), float("nan"), dtype=base.DTYPE, device=base.DEVICE)
             stash = stashes[window % 2]
             for x in (stash.k_RTHK, stash.v_RTHV, stash.g_RTH, stash.beta_RTH):
@@ -162,7 +164,7 @@ def check_delayed(checks: Checks, T: int, windows: int = 8) -> bool:
                 base.run_verify(case, state, slots, out=out, stash=stash)
             else:
                 delayed(case, stash, out, tiling, state, slots, pending)
-            same &= torch.equal(state, eager) and bool((out[1, T - 5 :] == 0).all())
+            same &= torch.equal(state, eager) and bool((out[1, T - dead :] == 0).all())
             if window in (1, windows - 1):
                 for r in range(2):
                     expected, _ = base.recurrence(case, eager[slots[r]], r)
@@ -284,6 +286,9 @@ def main() -> None:
     parser.add_argument("--part", choices=("exact", "delayed"))
     parser.add_argument("--cuda", action="store_true", help="time the kernel of csrc/ beside")
     parser.add_argument("--batches", default="1,4,16", help="requests, with commas between")
+    parser.add_argument(
+        "--rows", default="16,32,64", help=f"of trees, delayed; of {', '.join(map(str, DELAYED))}"
+    )
     parser.add_argument("--out", default="benchmarks/results/ops-gdn-commit.json")
     parser.add_argument("--compile-workers", type=int, default=14)
     parser.add_argument("--compile-only", action="store_true", help="fill Triton's cache, and end")
@@ -294,11 +299,12 @@ def main() -> None:
     if args.cuda:
         kernels.load()
     batches = [int(x) for x in args.batches.split(",")]
+    chosen = {T: DELAYED[T] for T in map(int, args.rows.split(","))}
     exact, late = args.part in (None, "exact"), args.part in (None, "delayed")
     tasks: list[tuple[str, Any]] = []
     if late:
-        tasks += [("delayed", (T, x)) for T, tilings in DELAYED.items() for x in tilings]
-        tasks += [("verify", (R, T)) for T in DELAYED for R in (1, 16) if R in batches]
+        tasks += [("delayed", (T, x)) for T, tilings in chosen.items() for x in tilings]
+        tasks += [("verify", (R, T)) for T in chosen for R in (1, 16, 64) if R in batches]
     if exact:
         tasks += [("exact", tiling) for tiling in COMMITS]
     with multiprocessing.get_context("spawn").Pool(args.compile_workers) as pool:
@@ -309,7 +315,7 @@ def main() -> None:
 
     checks, bench, summary = Checks(), Bench(), []
     exact = exact and check_exact(checks, COMMITS)
-    rows = [T for T in DELAYED if late and check_delayed(checks, T)]
+    rows = [T for T in chosen if late and check_delayed(checks, T)]
     print(f"checked after {time.perf_counter() - started:.0f} s", flush=True)
     for R in batches:
         pools, slots = base.pool_of(R, LAYERS)
@@ -317,7 +323,7 @@ def main() -> None:
             for line in bench_delayed(bench, R, T, pools, slots, args.cuda):
                 summary.append(line)
                 print(line, flush=True)
-        if exact and R in (1, 16):
+        if exact and R in (1, 16, 64):
             bench_exact(bench, R, pools, slots, COMMITS)
         del pools
         torch.cuda.empty_cache()
@@ -327,7 +333,7 @@ def main() -> None:
         "default_tilings": {
             f"R={R} T={T}": tuple(choose_tiling(R, T, HV, V, K, base.DTYPE))
             for R in batches
-            for T in DELAYED
+            for T in chosen
         },
         "checks": checks.results,
         "failed": checks.failed,
