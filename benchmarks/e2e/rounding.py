@@ -4,8 +4,10 @@
     python -m benchmarks.e2e.rounding --out rounding.json
 
 Every place of held-out texts, in bfloat16 and in float32, by Transformers' code on a CPU: by the
-gap of the two best tokens in bfloat16, how often float32 has the other one ahead. Two engines that
-round in different ways differ by about the root of two more than one does from float32.
+gap of the two best tokens in bfloat16, how often float32 has the other one ahead; and of tokens
+drawn at temperature 1 with the same noise, how many differ, and by how much scores would have to
+move for bfloat16's logits to give float32's token (`shift_needed`). Two engines that round in
+different ways differ by about the root of two more than one does from float32.
 """
 
 from __future__ import annotations
@@ -13,16 +15,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from vllm_weaver.ops import keyed_gumbel
+
+from .doubts import shift_needed
 from .exact import load_plain
 from .prompts import held_out_texts, load_tokenizer
 from .setup import PACKAGED
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 GAPS = (0.0, 0.03125, 0.0625, 0.125, 0.1875, 0.25, 0.375)
 SHARES = (0.5, 0.9, 0.99, 0.999)
+SAMPLINGS: dict[str, dict[str, float]] = {"T = 1": {}, "top-p": {"top_p": 0.9}}
 
 
 def rounding(
@@ -30,6 +39,7 @@ def rounding(
     target: Annotated[Path, typer.Option(help="small target")] = PACKAGED / "models/target",
     places: Annotated[int, typer.Option(help="least places to look at")] = 14_000,
     length: Annotated[int, typer.Option(help="most tokens of a text")] = 384,
+    draws: Annotated[int, typer.Option(help="tokens drawn at each place")] = 4,
 ) -> None:
     """Gaps of a target's two best tokens, in bfloat16 and in float32."""
     import torch
@@ -37,6 +47,7 @@ def rounding(
 
     forms = [load_plain(target, dtype) for dtype in (torch.bfloat16, torch.float32)]
     rounded, exact, seen = [], [], 0
+    moved_draws: dict[str, list[float]] = {name: [] for name in SAMPLINGS}
     for ids in _texts(target, length):
         with torch.inference_mode():
             # A head in bfloat16, as vLLM's.
@@ -45,6 +56,10 @@ def rounding(
         rounded.append(values[:, 0] - values[:, 1])
         chosen = whole.gather(1, best)
         exact.append(chosen[:, 0] - chosen[:, 1])
+        for name, sampling in SAMPLINGS.items():
+            for seed in range(seen, seen + draws):
+                options = {**sampling, "temperature": 1.0, "seed": seed}
+                moved_draws[name] += _draw(short, whole, options)
         seen += len(ids)
         if seen >= places:
             break
@@ -72,9 +87,45 @@ def rounding(
             for wanted in GAPS
             if (here := gap == wanted).sum() > 1
         ],
+        "drawn": {
+            name: {
+                "draws": draws * len(gap),
+                "differ": len(shifts),
+                "largest_shifts": sorted(shifts, reverse=True)[:10],
+            }
+            for name, shifts in moved_draws.items()
+        },
     }
     out.write_text(json.dumps(found, indent=1) + "\n")
     typer.echo(json.dumps(found, indent=1))
+
+
+def _draw(short: Tensor, whole: Tensor, options: dict[str, float]) -> list[float]:
+    """Shifts that `short` needs for the tokens of `whole`, [P, V] both, where they differ."""
+    import torch
+
+    places, vocab_size = short.shape
+    noise = keyed_gumbel(
+        torch.tensor([int(options["seed"])]),
+        torch.arange(places)[None],
+        torch.arange(vocab_size).expand(1, places, vocab_size),
+        use_fp64=False,
+        backend="reference",
+    )[0]
+    drawn = []
+    for logits in (short, whole):
+        values, order = logits.double().sort(-1, descending=True)
+        mass = values.softmax(-1)
+        kept = mass.cumsum(-1) - mass < options.get("top_p", 1.0)
+        first = (values + noise.gather(1, order)).masked_fill(~kept, -torch.inf).argmax(-1)
+        drawn.append(order.gather(1, first[:, None])[:, 0])
+    found = []
+    for place in (drawn[0] != drawn[1]).nonzero()[:, 0].tolist():
+        scores = dict(enumerate(short[place].tolist()))
+        shift = shift_needed(scores, [0] * (place + 1), [], options, int(drawn[1][place]))
+        assert shift is not None
+        found.append(shift)
+    return found
 
 
 def _texts(target: Path, length: int) -> Iterator[list[int]]:

@@ -347,6 +347,10 @@ def test_rounding_is_measured_by_the_gap(tmp_path: Path) -> None:
     assert found["places"] >= 100 and 1e-3 < moved["standard_deviation"] < 0.3
     assert moved["absolute"]["0.5"] <= moved["absolute"]["0.999"]
     assert all(0 <= row["other_ahead"] <= 1 for row in found["by_gap"])
+    for drawn in found["drawn"].values():
+        assert drawn["draws"] == 4 * found["places"] and drawn["differ"] < drawn["draws"] / 20
+        assert all(0 <= shift < 0.5 for shift in drawn["largest_shifts"])
+    assert set(found["drawn"]) == {"T = 1", "top-p"} and found["drawn"]["T = 1"]["differ"] > 0
 
 
 def test_the_small_target_takes_no_kernels_of_a_gpu(
