@@ -129,9 +129,10 @@ class Settings:
             "max_num_batched_tokens": batched,
             "long_prefill_token_threshold": self.chunk,
             "cudagraph_metrics": True,
+            # Of a difference both engines are asked for their logits.
+            "max_logprobs": min(self.vocab_size, _MASS),
+            "logprobs_mode": "raw_logits",
         }
-        if arm.name == PLAIN:
-            shared |= {"max_logprobs": min(self.vocab_size, _MASS)}
         need = _CACHE_FACTOR * cache.cache_bytes(
             arm.kind, arm.rows, self.batch, self.context + self.tokens
         )
@@ -461,7 +462,7 @@ class Lossless:
                 for reason in _idle(part, decoded.plugin):
                     self._fail(f"{part.name}: {name}: {reason}")
             if name != PLAIN:
-                entry["texts"] = texts = self._compare(part, decoded.outputs, own, scores)
+                entry["texts"] = texts = self._compare(name, part, decoded.outputs, own, scores)
             if name not in (PLAIN, AGAIN):
                 if texts["beyond_a_tie"]:
                     self._fail(f"{part.name}: {name}: {texts['beyond_a_tie']} beyond a tie")
@@ -474,7 +475,12 @@ class Lossless:
                 self.say(f"{part.name}: {name}: {_line(entry['texts'])}")
 
     def _compare(
-        self, part: Part, got: Sequence[list[int]], own: Sequence[list[int]], scores: Scores
+        self,
+        name: str,
+        part: Part,
+        got: Sequence[list[int]],
+        own: Sequence[list[int]],
+        scores: Scores,
     ) -> dict[str, Any]:
         """As :func:`compare`; what is no tie with what it takes to replay it elsewhere.
 
@@ -500,15 +506,19 @@ class Lossless:
             request, token = part.requests[number], got[number][place]
             difference["label"] = request.label
             if difference["kind"] != "tie":
+                both = own[number][place], token
                 known = dict(scores.get((number, place), ()))
+                theirs = self._asked_again(name, part, number, place, got[number])
                 difference["replay"] = {
                     "prompt": request.prompt,
                     "before": own[number][:place],
                     "plain": own[number][place],
                     "ours": token,
                     "sampling": dict(request.sampling),
-                    "logits": [known.get(own[number][place]), known.get(token)],
+                    "logits": [known.get(x) for x in both],
                     "best": self._best(request, own[number][:place], scores.get((number, place))),
+                    "our_logits": [dict(theirs).get(x) for x in both],
+                    "our_best": _ordered(theirs),
                 }
                 if difference["kind"] == "not classified":
                     exact(number, place, token)
@@ -545,8 +555,34 @@ class Lossless:
             with contextlib.suppress(EngineError, OutOfTimeError):
                 tokens = [*request.prompt, *before]
                 (scores,) = self._scores_after([(tokens, {"logprobs": _BEST})])
-        ordered = sorted(scores, key=lambda pair: -pair[1])
-        return [[token, logit] for token, logit in ordered[:_BEST]]
+        return _ordered(scores)
+
+    def _asked_again(
+        self, name: str, part: Part, number: int, place: int, text: Sequence[int]
+    ) -> list[Any]:
+        """Scores of another engine at a place of its text, in the batch that it wrote it in.
+
+        Empty if it is not there any more, or writes another text this time.
+        """
+        if name == AGAIN or self.left <= 0:
+            return []
+        first = 0
+        for batch in part.batches:
+            if number < first + len(batch):
+                break
+            first += len(batch)
+        requests = [request.to_dict() for request in batch]
+        requests[number - first] |= {
+            "places": [place],
+            "show": {"logprobs": self.settings.scores_of(batch[number - first].sampling)},
+        }
+        with contextlib.suppress(EngineError, OutOfTimeError):
+            answer = self.processes[name].call(
+                "serve", self._limit(), requests=requests, fresh=True
+            )
+            if answer["outputs"][number - first][: place + 1] == text[: place + 1]:
+                return list(answer["scores"][number - first].get(str(place), []))
+        return []
 
     def _missed(self, part: Part, decoded: Decoded) -> list[str]:
         """What a part is for and did not happen in an engine."""
@@ -594,6 +630,12 @@ class Lossless:
                     f"{self.settings.least_tokens} wanted"
                 )
         self.results["totals"] = totals
+
+
+def _ordered(scores: Sequence[Any]) -> list[list[Any]]:
+    """The best scores, [token, value], the best one first."""
+    ordered = sorted(scores, key=lambda pair: -pair[1])
+    return [[token, logit] for token, logit in ordered[:_BEST]]
 
 
 def _questions(found: Mapping[str, Decoded]) -> list[dict[int, set[int]]]:
