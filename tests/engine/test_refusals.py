@@ -22,6 +22,7 @@ from vllm.model_executor.models.config import MODELS_CONFIG_MAP
 from vllm_weaver.adapter import WeaverAdapter, WeaverConfig, save
 from vllm_weaver.engine.config import SUPPORTED_ARCHITECTURES, WeaverConfigError
 from vllm_weaver.engine.gdn_layer import choose_kernel
+from vllm_weaver.ops.gdn import cuda
 
 Models = dict[str, Path]
 
@@ -335,3 +336,18 @@ def test_cuda_kernels_are_for_gpus() -> None:
     assert choose_kernel("auto", layer, torch.device("cpu")) == "triton"
     with pytest.raises(WeaverConfigError, match="gdn_kernel is 'cuda', but it needs a GPU, and th"):
         choose_kernel("cuda", layer, torch.device("cpu"))
+
+
+def test_auto_leaves_the_choice_to_each_batch_where_both_kernels_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    layer, gpu = mock.Mock(), torch.device("cuda")
+    layer.get_state_dtype.return_value = torch.bfloat16, torch.float32
+    monkeypatch.setattr(cuda, "why_not", lambda *_: None)
+    assert [choose_kernel(x, layer, gpu) for x in ("auto", "cuda", "triton")] == [
+        "auto",
+        "cuda",
+        "triton",
+    ]
+    monkeypatch.setattr(cuda, "why_not", lambda *_: "it is not built")
+    assert choose_kernel("auto", layer, gpu) == "triton"

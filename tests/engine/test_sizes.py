@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import itertools
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ from vllm.config.compilation import CUDAGraphMode
 from vllm.v1.worker.gpu import warmup
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
-from vllm_weaver.engine import compat
+from vllm_weaver.engine import compat, stats
 from vllm_weaver.engine.config import tree_sizes, with_all_widths
 from vllm_weaver.engine.scheduler import decode_size
 from vllm_weaver.engine.sizes import (
@@ -40,7 +41,7 @@ from vllm_weaver.engine.sizes import (
     plain_may_win,
 )
 from vllm_weaver.engine.speculator import WeaverSpeculator
-from vllm_weaver.engine.stats import times_file
+from vllm_weaver.engine.stats import stats_file, times_file
 from vllm_weaver.engine.worker import TreeWorkerMixin
 
 
@@ -374,6 +375,8 @@ def test_steps_as_they_ran_count_for_more_than_their_graphs() -> None:
         for _ in range(MOST_STEPS):
             seen.add(4, 0, plain)
         assert best_nodes(4, [0, 3, 15], times, offers, MARGIN, seen) == best
+        # What plain decoding takes beside its graph says nothing of trees, of which some were seen.
+        assert times.step_ms(4, 15, seen) == pytest.approx(27.0 * 20 / 15)
     assert not plain_may_win(4, 3, times, offers, seen)
     assert times.step_ms(9, 3, seen) is None
 
@@ -493,6 +496,23 @@ def test_probes_are_short(tiny_models: dict[str, Path]) -> None:
         scheduler.refresh_sizes()
     assert scheduler.dynamic_sd_lookup == [0] * 5
     assert scheduler._after_probe == [0, 1, 1, 1, 1]
+
+
+def test_the_last_trees_of_a_probe_are_published_in_the_plain_steps_after_it(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trees = TreeEngine(tiny_models, "dense", weaver={"proposal": "ddtree", "rows_per_step": 14})
+    file = stats_file(trees.runner.vllm_config.instance_id)
+    prompts = [tokens(4 + i, 71) for i in range(2)]
+    # No time for it while the probe lasts.
+    monkeypatch.setattr(stats, "PUBLISH_SECONDS", float("inf"))
+    trees.generate(prompts, greedy(6))
+    assert not file.exists()
+    monkeypatch.setattr(stats, "PUBLISH_SECONDS", 0.0)
+    trees.scheduler.dynamic_sd_lookup = [0] * 5
+    trees.generate(prompts, greedy(6))
+    published = json.loads(file.read_text())["target_passes"]
+    assert published == trees.stats()["target_passes"] > 0
 
 
 def test_the_scheduler_follows_what_was_measured(

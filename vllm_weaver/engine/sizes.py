@@ -39,11 +39,11 @@ MARGIN = 1.02
 #: and in turn with them of plain decoding, where it was not seen and may be the better choice.
 PROBE_EVERY = 64
 #: Steps of a size that must have been seen before their own time counts, and how many are kept.
-LEAST_STEPS = 16
+LEAST_STEPS = 8
 MOST_STEPS = 64
 #: Seconds after the last step of a size after which its time is forgotten: requests may be longer
 #: or shorter by then, and that of the sizes still seen is theirs.
-SEEN_SECONDS = 120.0
+SEEN_SECONDS = 240.0
 #: A probe's seconds: below 1 % of the time between two, so that it costs less than half a percent
 #: where trees take twice as long as they are worth.
 PROBE_SECONDS = 0.25
@@ -97,7 +97,8 @@ class StepTimes:
 
         That of the steps which were seen, once they are enough. Before that the graphs' time, which
         holds neither what requests add to it (states, keys) nor what follows the graph (sampling,
-        acceptance, commit): it is stretched as those of other sizes are that were seen.
+        acceptance, commit): it is stretched as those of other sizes are that were seen; that of
+        trees as those of trees, where some were, since plain decoding lacks other shares.
         """
         graphs = self.graphs_ms(requests, nodes)
         if graphs is None or seen is None:
@@ -105,13 +106,15 @@ class StepTimes:
         own = seen.milliseconds(self.graph_of(requests, nodes), nodes)
         if own is not None:
             return own
-        stretched = []
+        stretched = {}
         for rows in self._sizes:
             other = self.graphs_ms(requests, rows - 1)
             known = seen.milliseconds(self.graph_of(requests, rows - 1), rows - 1)
             if other and known is not None:
-                stretched.append(known / other)
-        return graphs * statistics.median(stretched) if stretched else graphs
+                stretched[rows] = known / other
+        if nodes and len(stretched) > 1:
+            stretched.pop(1, None)
+        return graphs * statistics.median(stretched.values()) if stretched else graphs
 
     def save(self, file: Path) -> None:
         """Write as JSON; a reader never sees half of it."""

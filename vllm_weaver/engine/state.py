@@ -36,7 +36,7 @@ from vllm_weaver.engine.gdn_layer import (
 from vllm_weaver.engine.noise import SamplerNoise
 from vllm_weaver.engine.sampler import TreeSampler
 from vllm_weaver.engine.stats import StepStats, stats_file
-from vllm_weaver.engine.step import RequestTrees, StepBuffers, TreeStep
+from vllm_weaver.engine.step import RequestTrees, StepBuffers, TreeStep, upload
 from vllm_weaver.ops import accept_paths, compact_kv
 from vllm_weaver.ops.compact import CacheTable
 
@@ -294,6 +294,8 @@ class TreeStateMixin(_State):
         if step is not None and step.path is not None:
             self._compact(step)
             self.commit_recurrent(step, idx_mapping)
+        elif step is None:
+            self.stats.publish()
         super().postprocess_state(idx_mapping, 1, num_computed_tokens)
 
     def commit_recurrent(self, step: TreeStep, idx_mapping: torch.Tensor) -> None:
@@ -380,7 +382,7 @@ class HybridTreeState(TreeStateMixin, MambaHybridModelState):
         unstarted = np.flatnonzero(computed == 0)
         if not len(unstarted):
             return
-        rows = torch.from_numpy(unstarted).to(self.device)
+        rows = upload(unstarted, self.device)
         for group in self._gdn_groups:
             for layer in group:
                 layer.clear(self._metadata[layer.prefix].state_indices[rows])

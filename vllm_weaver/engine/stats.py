@@ -66,8 +66,7 @@ class StepStats:
         """Count one step whose paths are known."""
         assert step.path is not None and step.length is not None
         count_paths(step.path, step.length, step.tree.num_nodes, self._counts)
-        if self.file is not None:
-            self._publish()
+        self.publish()
 
     def snapshot(self) -> dict[str, Any]:
         """Totals so far; waits for the device.
@@ -105,8 +104,14 @@ class StepStats:
             "chain_fallbacks": self._fallbacks,
         }
 
-    def _publish(self) -> None:
-        """Start a copy to the host twice a second; write it once it has arrived."""
+    def publish(self) -> None:
+        """Start a copy to the host twice a second; write it once it has arrived.
+
+        Of every step, also those that count nothing: else the last trees before steps of plain
+        decoding would be told with the next trees.
+        """
+        if self.file is None:
+            return
         if self._copy is not None:
             host, arrived = self._copy
             if arrived is None or arrived.query():

@@ -108,10 +108,10 @@ class RowLayout:
         self.num_entries = int(starts[-1])
         self.num_rows = rows
         self.uniform = bool((counts == rows).all())
-        self.counts = _upload(counts, device)
-        self.index = _upload(index.astype(np.int64), device)
-        self.row_of_entry = _upload(np.flatnonzero(exists), device)
-        self.exists = _upload(exists, device)
+        self.counts = upload(counts, device)
+        self.index = upload(index.astype(np.int64), device)
+        self.row_of_entry = upload(np.flatnonzero(exists), device)
+        self.exists = upload(exists, device)
 
     @classmethod
     def of(cls, counts: np.ndarray, device: torch.device) -> RowLayout:
@@ -154,7 +154,7 @@ class RowLayout:
         return order
 
 
-def _upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A host array on the device, without waiting for it."""
     tensor = torch.from_numpy(array)
     if device.type == "cuda":
