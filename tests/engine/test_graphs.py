@@ -14,6 +14,7 @@ from host_reads import HostReads
 from replay import capture_drafter, capture_target
 from running import Plain, TreeEngine, assert_same, greedy, sampled, tokens
 from test_lossless import joining
+from vllm.v1.worker.gpu.spec_decode.speculator import DraftModelSpeculator
 
 from vllm_weaver.engine.gdn_layer import TreeGatedDeltaNet
 
@@ -155,9 +156,15 @@ def test_a_step_never_waits_for_the_device(
     # Steps of plain decoding beside a drafter, as adaptive sizes have them: no trees, no draft.
     monkeypatch.setattr(trees.scheduler, "dynamic_sd_lookup", [0] * 5)
     assert trees.stats()["target_passes"] > 0
+    built: list[int] = []
+    own = DraftModelSpeculator._build_attn_metadata
+    monkeypatch.setattr(
+        *(DraftModelSpeculator, "_build_attn_metadata"),
+        lambda self, *args, **kwargs: built.append(1) or own(self, *args, **kwargs),
+    )
     with HostReads() as reads:
         trees.generate([tokens(5 + i, 62) for i in range(3)], [greedy(6)] * 3)
-    assert trees.stats()["target_passes"] == 0
+    assert trees.stats()["target_passes"] == 0 and not built
     assert [x for x in sorted(reads.found) if not CPU_ONLY.search(x[0])] == []
     # The detector sees what it should: on a CPU the sampler walks node by node.
     monkeypatch.undo()
