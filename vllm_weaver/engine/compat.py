@@ -241,6 +241,15 @@ CONTRACTS: dict[str, tuple[str, ...]] = {
         "target_attn_layer_names",
     ),
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model": ("target_model",),
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator._build_uniform_attn_metadata": (
+        "batch_desc",
+        "num_reqs",
+        "num_query_per_req",
+        "seq_lens_cpu_upper_bound",
+        "step",
+        "causal",
+        "dcp_local_seq_lens",
+    ),
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.compute_draft_logits": (
         "hidden_states",
         "spec_step_idx",
