@@ -12,6 +12,7 @@ Knows neither vLLM nor a device.
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 from bisect import bisect_left
@@ -71,7 +72,7 @@ class StepTimes:
     def _sizes(self) -> dict[int, list[int]]:
         """Requests of the graphs of each width, ascending.
 
-        A refresh looks them up thousands of times, and the engine waits for it.
+        A refresh looks them up hundreds of times, and the engine waits for it.
         """
         sizes: dict[int, list[int]] = {}
         for requests, rows in sorted(self.verify):
@@ -93,28 +94,33 @@ class StepTimes:
         return total
 
     def step_ms(self, requests: int, nodes: int, seen: SeenSteps | None = None) -> float | None:
-        """Time of a step of ``requests`` trees of ``nodes``; None where it was not measured.
+        """Time of a step of ``requests`` trees of ``nodes``; None where it was not measured."""
+        return self.steps_ms(requests, seen).get(nodes)
 
-        That of the steps which were seen, once they are enough. Before that the graphs' time, which
-        holds neither what requests add to it (states, keys) nor what follows the graph (sampling,
-        acceptance, commit): it is stretched as those of other sizes are that were seen; that of
-        trees as those of trees, where some were, since plain decoding lacks other shares.
+    def steps_ms(self, requests: int, seen: SeenSteps | None = None) -> dict[int, float]:
+        """Times of steps of ``requests`` trees, by nodes, of all sizes that were measured.
+
+        Those of the steps which were seen, once they are enough. Before that the graphs' time,
+        which holds neither what requests add to it (states, keys) nor what follows the graph
+        (sampling, acceptance, commit): it is stretched as those of other sizes are that were seen;
+        that of trees as those of trees, where some were, since plain decoding lacks other shares.
         """
-        graphs = self.graphs_ms(requests, nodes)
-        if graphs is None or seen is None:
-            return graphs
-        own = seen.milliseconds(self.graph_of(requests, nodes), nodes)
-        if own is not None:
-            return own
-        stretched = {}
-        for rows in self._sizes:
-            other = self.graphs_ms(requests, rows - 1)
-            known = seen.milliseconds(self.graph_of(requests, rows - 1), rows - 1)
-            if other and known is not None:
-                stretched[rows] = known / other
-        if nodes and len(stretched) > 1:
-            stretched.pop(1, None)
-        return graphs * statistics.median(stretched.values()) if stretched else graphs
+        found: dict[int, float] = {}
+        known: dict[int, float] = {}
+        for nodes in (rows - 1 for rows in self._sizes):
+            graphs = self.graphs_ms(requests, nodes)
+            if graphs is None:
+                continue
+            found[nodes] = graphs
+            if seen is None:
+                continue
+            own = seen.milliseconds(self.graph_of(requests, nodes), nodes)
+            if own is not None:
+                known[nodes] = own
+        stretches = {nodes: own / found[nodes] for nodes, own in known.items() if found[nodes]}
+        trees = [stretch for nodes, stretch in stretches.items() if nodes]
+        stretch = statistics.median(trees or stretches.values() or [1.0])
+        return {nodes: known.get(nodes, stretch * graphs) for nodes, graphs in found.items()}
 
     def save(self, file: Path) -> None:
         """Write as JSON; a reader never sees half of it."""
@@ -178,6 +184,7 @@ class Acceptance:
     accepted: list[float] = field(default_factory=list)
     _stretch: float = field(default=1.0, init=False, repr=False, compare=False)
     _ages: list[int] = field(default_factory=list, init=False, repr=False, compare=False)
+    _emitted: list[float] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         self.offered = self.offered or [0.0] * self.nodes
@@ -193,6 +200,9 @@ class Acceptance:
         expected = sum(x * PRIOR / j for j, x in enumerate(self.offered, 1))
         most = PRIOR_PASSES * PRIOR
         self._stretch = (sum(self.accepted) + most) / (expected + most)
+        # A refresh asks hundreds of times.
+        shares = (self.probability(node) for node in range(1, self.nodes + 1))
+        self._emitted = list(itertools.accumulate(shares, initial=1.0))
 
     def add(self, offered: Sequence[float], accepted: Sequence[float]) -> None:
         """Add what was seen since the last call, node 1 first; what came before fades.
@@ -207,9 +217,8 @@ class Acceptance:
                 known = min(MOST_PASSES, self.offered[j])
                 least = min(known * MEMORY, LEAST_PASSES)
                 kept = max(known * MEMORY ** self._ages[j], least)
-                share = kept / max(1.0, self.offered[j])
-                self.offered[j] = share * self.offered[j] + passes
-                self.accepted[j] = share * self.accepted[j] + hits
+                self.accepted[j] = kept * self.accepted[j] / max(1.0, self.offered[j]) + hits
+                self.offered[j] = kept + passes
                 self._ages[j] = 0
         self._compare()
 
@@ -220,7 +229,7 @@ class Acceptance:
 
     def emitted(self, nodes: int) -> float:
         """Expected tokens of a pass over a tree of ``nodes``, the bonus included."""
-        return 1.0 + sum(self.probability(node) for node in range(1, nodes + 1))
+        return self._emitted[nodes]
 
 
 def plain_may_win(
@@ -260,8 +269,9 @@ def best_nodes(
         One of ``choices``; None where no time is known.
     """
     best, most = None, 0.0
+    known = times.steps_ms(requests, seen)
     for nodes in sorted(choices):
-        milliseconds = times.step_ms(requests, nodes, seen)
+        milliseconds = known.get(nodes)
         if milliseconds is None:
             continue
         rate = acceptance.emitted(nodes) / milliseconds
