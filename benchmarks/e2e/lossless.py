@@ -387,14 +387,12 @@ class Lossless:
         fresh: bool,
     ) -> dict[tuple[int, int], list[Any]]:
         """Plain vLLM's scores by request of a batch and place of its text `own`."""
-        process = self.processes[PLAIN]
-        requests = []
-        for request, places in zip(batch, asked, strict=True):
-            shown = (
-                {"places": sorted(places), "show": self._show(request, places)} if places else {}
-            )
-            requests.append(request.to_dict() | shown)
-        answer = process.call("serve", self._limit(), requests=requests, fresh=fresh)
+        shown = {
+            i: {"places": sorted(places), "show": self._show(batch[i], places)}
+            for i, places in enumerate(asked)
+            if places
+        }
+        answer = self._serve(PLAIN, batch, shown, fresh)
         found: dict[tuple[int, int], list[Any]] = {}
         missing = []
         for i, places in enumerate(asked):
@@ -413,6 +411,13 @@ class Lossless:
             ]
             found |= zip(missing, self._scores_after(after), strict=True)
         return found
+
+    def _serve(
+        self, name: str, batch: Sequence[Request], shown: Mapping[int, Any], fresh: bool
+    ) -> dict[str, Any]:
+        """What an engine answers to a batch, with the `places` that some requests show."""
+        requests = [request.to_dict() | shown.get(i, {}) for i, request in enumerate(batch)]
+        return self.processes[name].call("serve", self._limit(), requests=requests, fresh=fresh)
 
     def _scores_after(
         self, after: Sequence[tuple[list[int], dict[str, Any]]]
@@ -566,22 +571,12 @@ class Lossless:
         """
         if name == AGAIN or self.left <= 0:
             return []
-        first = 0
-        for batch in part.batches:
-            if number < first + len(batch):
-                break
-            first += len(batch)
-        requests = [request.to_dict() for request in batch]
-        requests[number - first] |= {
-            "places": [place],
-            "show": {"logprobs": self.settings.scores_of(batch[number - first].sampling)},
-        }
+        batch, i = [(batch, i) for batch in part.batches for i in range(len(batch))][number]
+        show = {"logprobs": self.settings.scores_of(batch[i].sampling)}
         with contextlib.suppress(EngineError, OutOfTimeError):
-            answer = self.processes[name].call(
-                "serve", self._limit(), requests=requests, fresh=True
-            )
-            if answer["outputs"][number - first][: place + 1] == text[: place + 1]:
-                return list(answer["scores"][number - first].get(str(place), []))
+            answer = self._serve(name, batch, {i: {"places": [place], "show": show}}, True)
+            if answer["outputs"][i][: place + 1] == text[: place + 1]:
+                return list(answer["scores"][i].get(str(place), []))
         return []
 
     def _missed(self, part: Part, decoded: Decoded) -> list[str]:

@@ -26,8 +26,6 @@ from benchmarks.ops.machine import machine
 
 _TOP_P = 0.9
 _TIE = 1e-3
-#: Rows up to which vLLM takes the first kernel.
-_CHUNK = 64
 
 
 def peaked_logits(rows: int, vocab_size: int, device: str, seed: int = 0) -> Tensor:
@@ -117,14 +115,14 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("needs a GPU: vLLM has other code for top-p elsewhere")
-    from vllm.v1.sample.ops.topk_topp_triton import apply_top_k_top_p_triton
+    from vllm.v1.sample.ops.topk_topp_triton import _SPLIT_MAX_BATCH, apply_top_k_top_p_triton
 
     def whole(logits: Tensor) -> Tensor:
         top_p = torch.full((len(logits),), _TOP_P, device=logits.device)
         return apply_top_k_top_p_triton(logits, None, top_p)
 
     def in_chunks(logits: Tensor) -> Tensor:
-        return torch.cat([whole(part) for part in logits.split(_CHUNK)])
+        return torch.cat([whole(part) for part in logits.split(_SPLIT_MAX_BATCH)])
 
     filters: dict[str, Callable[[Tensor], Tensor]] = {"whole": whole, "in chunks": in_chunks}
     results, wrong = [], 0

@@ -139,7 +139,15 @@ def test_the_gpus_layer_path_gives_plain_decodings_tokens(
 
 
 #: Code that only a CPU runs, where nothing is waited for.
-CPU_ONLY = re.compile(r"attention_cpu|ops/\w+/reference|ops/slots|cpu_kernels")
+CPU_ONLY = re.compile(r"attention_cpu|ops/\w+/reference|cpu_kernels")
+#: What a module does on a CPU alone.
+CPU_WRITE = "ops/slots.py", "index_put_ of a number"
+
+
+def waits(reads: HostReads) -> list[tuple[str, int, str]]:
+    """Where a GPU would be waited for."""
+    found = [x for x in sorted(reads.found) if not CPU_ONLY.search(x[0])]
+    return [x for x in found if (x[0], x[2]) != CPU_WRITE]
 
 
 def test_a_step_never_waits_for_the_device(
@@ -152,7 +160,7 @@ def test_a_step_never_waits_for_the_device(
     params = [greedy(14), sampled(14, seed=1, top_k=20), greedy(14, logprobs=2)]
     with HostReads() as reads:
         trees.generate([tokens(5 + i, 60) for i in range(3)], params)
-    assert [x for x in sorted(reads.found) if not CPU_ONLY.search(x[0])] == []
+    assert waits(reads) == []
     # Steps of plain decoding beside a drafter, as adaptive sizes have them: no trees, no draft.
     monkeypatch.setattr(trees.scheduler, "dynamic_sd_lookup", [0] * 5)
     assert trees.stats()["target_passes"] > 0
@@ -165,7 +173,7 @@ def test_a_step_never_waits_for_the_device(
     with HostReads() as reads:
         trees.generate([tokens(5 + i, 62) for i in range(3)], [greedy(6)] * 3)
     assert trees.stats()["target_passes"] == 0 and not built
-    assert [x for x in sorted(reads.found) if not CPU_ONLY.search(x[0])] == []
+    assert waits(reads) == []
     # The detector sees what it should: on a CPU the sampler walks node by node.
     monkeypatch.undo()
     with HostReads() as reads:

@@ -433,7 +433,7 @@ class TreeGatedDeltaNet(QwenGatedDeltaNetAttention):
     def clear(self, slots: torch.Tensor) -> None:
         """Set the states in ``slots`` to those before a sequence's first token."""
         slots = slots.long()
-        # An assignment by index would copy its value from the host, and wait.
+        # Not by assignment: see `RequestTrees.forget`.
         self.conv_state().index_fill_(0, slots, 0)
         self.recurrent_state().index_fill_(0, slots, 0)
 

@@ -335,8 +335,7 @@ class WeaverSpeculator(DFlashSpeculator):
         self._profiles = False
         if self._context_only:
             self._context_only = False
-            # An assignment by index would copy its value from the host, and wait.
-            self.model_state.trees.num_nodes.index_fill_(0, input_batch.idx_mapping.long(), 1)
+            self.model_state.trees.forget(input_batch.idx_mapping)
             return torch.zeros(rows, self.budget, dtype=torch.int64, device=self.device)
         if dummy_run:
             return torch.zeros(rows, self.budget, dtype=torch.int64, device=self.device)

@@ -48,6 +48,13 @@ class RequestTrees:
         """Forget the tree of a slot that a request has just entered."""
         self.num_nodes[slot].fill_(1)
 
+    def forget(self, slots_R: torch.Tensor) -> None:
+        """The same of the slots ``slots_R``, integers, without waiting for the device.
+
+        An assignment by index would copy its value from the host, and wait.
+        """
+        self.num_nodes.index_fill_(0, slots_R.long(), 1)
+
     def stored(self) -> StoredTrees:
         """The buffers, as the ops take them."""
         return StoredTrees(self.parents, self.depths, self.num_nodes, self.ancestors)
