@@ -32,9 +32,8 @@ from torch import Tensor
 from vllm_weaver.adapter import WeaverAdapter
 from vllm_weaver.engine.sizes import (
     MARGIN,
-    PROBE_EVERY,
-    PROBE_SECONDS,
     Acceptance,
+    Probes,
     StepTimes,
     best_nodes,
 )
@@ -235,28 +234,34 @@ class Frequencies(Policy):
         self._times = StepTimes(verify, {n: 0.0})
         self._known = [Acceptance(NODES) for _ in range(replicas)]
         self._best = torch.full((replicas,), len(self._sizes) - 1)
-        self._probing = torch.zeros(replicas, dtype=torch.bool)
+        self._probes = [Probes() for _ in range(replicas)]
+        # Sizes that are tried, and milliseconds after a refresh for which they are.
+        self._tried, self._until = 0 * self._best, torch.zeros(replicas)
         self._counts = torch.zeros(2, replicas, NODES)
-        self._since, self._refreshes = torch.zeros(replicas), 0 * self._best
+        self._since, self._clock = torch.zeros(replicas), torch.zeros(replicas)
 
     def choose(self, batch: Batch, at: Where, rate: Tensor) -> Tensor:
         for s in (self._since >= 1e3 * PUBLISH_SECONDS).nonzero()[:, 0].tolist():
             self._known[s].add(*self._counts[:, s].tolist())
             self._counts[:, s] = self._since[s] = 0
-            best = best_nodes(batch.requests, self._sizes, self._times, self._known[s], MARGIN)
+            known = self._times, self._known[s]
+            best = best_nodes(batch.requests, self._sizes, *known, MARGIN)
             assert best is not None
-            self._refreshes[s] += 1
-            probes = self._refreshes[s] % PROBE_EVERY == 0
-            self._best[s] = self._sizes.index(best)
-            self._probing[s] = probes
-        self._probing &= self._since < 1e3 * PROBE_SECONDS
-        return torch.where(self._probing, len(self._sizes) - 1, self._best)
+            self._best[s], self._until[s] = self._sizes.index(best), 0
+            probe = self._probes[s].next(
+                *(1e-3 * float(self._clock[s]), batch.requests, best, self._sizes[-1], self._sizes),
+                *known,
+            )
+            if probe is not None:
+                self._tried[s], self._until[s] = self._sizes.index(probe[0]), 1e3 * probe[1]
+        return torch.where(self._since < self._until, self._tried, self._best)
 
     def learn(self, batch: Batch, at: Where, chosen: Tensor, ms: Tensor) -> None:
         offered = torch.arange(NODES) < batch.sizes[chosen][:, None]
         self._counts[0] += offered * batch.requests
         self._counts[1] += offered * batch.hit[at].sum(1)
         self._since += ms
+        self._clock += ms
 
 
 class Own(Policy):

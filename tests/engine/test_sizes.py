@@ -25,20 +25,23 @@ from vllm_weaver.engine import compat, stats
 from vllm_weaver.engine.config import tree_sizes, with_all_widths
 from vllm_weaver.engine.scheduler import decode_size
 from vllm_weaver.engine.sizes import (
+    LEAST_EVERY,
     LEAST_PASSES,
     LEAST_STEPS,
     MARGIN,
     MEMORY,
+    MOST_EVERY,
     MOST_PASSES,
     MOST_STEPS,
-    PROBE_EVERY,
+    PROBE_COST,
     PROBE_SECONDS,
     SEEN_SECONDS,
     Acceptance,
+    Probes,
     SeenSteps,
     StepTimes,
     best_nodes,
-    plain_may_win,
+    best_unseen,
 )
 from vllm_weaver.engine.speculator import WeaverSpeculator
 from vllm_weaver.engine.stats import stats_file, times_file
@@ -366,18 +369,67 @@ def test_steps_as_they_ran_count_for_more_than_their_graphs() -> None:
     assert best_nodes(4, [0, 3, 15], times, offers, MARGIN) == 3
     assert best_nodes(4, [0, 3, 15], times, offers, MARGIN, seen) == 3
     # 1.8 tokens in 20 ms: plain decoding may take 10 ms, and then it would be the better one.
-    assert plain_may_win(4, 3, times, offers, seen)
-    assert not plain_may_win(4, 3, times, Acceptance(15), seen)
-    assert not plain_may_win(9, 3, times, offers, seen)
-    assert not plain_may_win(4, 0, times, offers, seen)
+    known = [0, 3, 15], times, offers, seen
+    assert best_unseen(4, 3, *known) == 0
+    # Nothing says what the chosen ones take: the choice itself is a try.
+    assert best_unseen(4, 15, *known) is best_unseen(9, 3, *known) is None
+    # Trees are taken for half as much slower than their graph as those that were seen.
+    # Sizes of 15 then take 31.5 ms, and 36 by what is known.
+    for later, best in ((800.0, None), (1200.0, 15)):
+        halfway = Acceptance(15)
+        halfway.add([1e4] * 15, [8e3, 1e3, 1e3] + [later] * 12)
+        assert halfway.emitted(3) / 20 > halfway.emitted(15) / 36
+        assert best_unseen(4, 3, [3, 15], times, halfway, seen) == best
     for plain, best in ((16.0, 3), (10.5, 0)):
         for _ in range(MOST_STEPS):
             seen.add(4, 0, plain)
         assert best_nodes(4, [0, 3, 15], times, offers, MARGIN, seen) == best
         # What plain decoding takes beside its graph says nothing of trees, of which some were seen.
         assert times.step_ms(4, 15, seen) == pytest.approx(27.0 * 20 / 15)
-    assert not plain_may_win(4, 3, times, offers, seen)
+    assert best_unseen(4, 3, *known) is None
     assert times.step_ms(9, 3, seen) is None
+
+
+def test_unseen_sizes_are_tried_soon_and_more_and_more_seldom() -> None:
+    times = StepTimes({(4, 1): 10.0, (4, 4): 13.0}, {4: 2.0})
+    offers, seen, probes = Acceptance(3), SeenSteps(), Probes()
+    offers.add([1e4] * 3, [8e3, 0.0, 0.0])
+    batch = 4, 3, 3, [0, 3], times, offers, seen
+    # The chosen trees come first: they say how long trees really take.
+    assert probes.next(0.0, *batch) is None
+    for _ in range(LEAST_STEPS):
+        seen.add(4, 3, 20.0)
+    tried = [0.5 * k for k in range(400) if probes.next(0.5 * k, *batch) == (0, float("inf"))]
+    gaps = [after - before for before, after in itertools.pairwise(tried)]
+    assert tried[0] == 0.0 and gaps[:5] == [2.0, 4.0, 8.0, 16.0, 32.0]
+    assert set(gaps[5:]) == {MOST_EVERY}
+    # Another graph's are another matter.
+    assert probes.next(200.0, *batch) is None
+    larger = StepTimes({**times.verify, (8, 1): 10.0, (8, 4): 13.0}, {8: 2.0})
+    for _ in range(LEAST_STEPS):
+        seen.add(8, 3, 20.0)
+    assert probes.next(200.0, 8, 3, 3, [0, 3], larger, offers, seen) == (0, float("inf"))
+    for _ in range(LEAST_STEPS):
+        seen.add(4, 0, 16.0)
+    assert not any(probes.next(300.0 + k, *batch) for k in range(40))
+
+
+@pytest.mark.parametrize(("accepted", "every"), [(0.0, 12.5), (0.96, LEAST_EVERY)])
+def test_probes_of_the_largest_trees_cost_a_hundredth_of_the_tokens(
+    accepted: float, every: float
+) -> None:
+    """And a text that has become easy is found out the sooner the better they were."""
+    times = StepTimes({(4, 1): 20.0, (4, 4): 38.0}, {4: 2.0})
+    offers, probes = Acceptance(3), Probes()
+    offers.add([1e6] * 3, [1e6 * accepted, 0.0, 0.0])
+    batch = 4, 0, 3, [0, 3], times, offers
+    probed = [0.5 * k for k in range(400) if probes.next(0.5 * k, *batch) == (3, PROBE_SECONDS)]
+    gaps = {after - before for before, after in itertools.pairwise(probed)}
+    assert probed[0] == 0.0 and gaps == {every}
+    lost = 1 - offers.emitted(3) / times.step_ms(4, 3) * 20.0  # type: ignore[operator]
+    assert lost * PROBE_SECONDS / every <= PROBE_COST * 1.001
+    # There is nothing to learn where the largest are the chosen ones.
+    assert probes.next(1e3, 4, 3, 3, [0, 3], times, offers) is None
 
 
 @pytest.mark.parametrize(
@@ -443,7 +495,7 @@ def test_what_is_offered_again_is_as_old_as_it_is() -> None:
     for one in (known, fresh):
         one.add([500.0] * 3, hard)
     assert best_nodes(64, [0, 3], times, known, MARGIN) == 0
-    for _ in range(PROBE_EVERY - 1):
+    for _ in range(63):
         known.add([0.0] * 3, [0.0] * 3)
     for one in (known, fresh):
         one.add([100.0] * 3, [87.0, 75.0, 67.0])
@@ -453,7 +505,7 @@ def test_what_is_offered_again_is_as_old_as_it_is() -> None:
     # Of a few passes the old ones, those that stay, still say most.
     known, few = Acceptance(3), [13.0] * 3
     known.add([3000.0] * 3, [2400.0, 1800.0, 1500.0])
-    for _ in range(PROBE_EVERY - 1):
+    for _ in range(63):
         known.add([0.0] * 3, [0.0] * 3)
     known.add(few, [0.0] * 3)
     assert known.offered == [LEAST_PASSES + 13.0] * 3 and known.probability(1) > 0.5
@@ -477,24 +529,33 @@ def test_probes_are_short(tiny_models: dict[str, Path]) -> None:
     scheduler = TreeEngine(tiny_models, "dense", weaver=weaver).scheduler
     verify = {(4, k + 1): 10.0 + 3.0 * k for k in (1, 3, 12)}
     scheduler._times = StepTimes({**verify, (1, 13): 46.0}, {4: 1.0})
-    scheduler._refreshes = PROBE_EVERY - 1
+    scheduler._decoding = 2
     scheduler._refreshed = time.monotonic()
     scheduler.refresh_sizes()
-    assert scheduler.dynamic_sd_lookup[1:] == [12, 3, 3, 1]
+    # As all batches of that graph.
+    assert scheduler.dynamic_sd_lookup[1:] == [3, 3, 3, 1]
     scheduler.schedule()
-    assert scheduler.dynamic_sd_lookup[1:] == [12, 3, 3, 1]
-    scheduler._refreshed -= PROBE_SECONDS
+    assert scheduler.dynamic_sd_lookup[1:] == [3, 3, 3, 1]
+    scheduler._refreshed = time.monotonic() - PROBE_SECONDS
     scheduler.schedule()
     assert scheduler.dynamic_sd_lookup[1:] == [1, 1, 1, 1]
-    # In turn with plain decoding, where a graph of it says that it may be the better one.
+    # Plain decoding, whose graph says that it may be better, until the next refresh.
     scheduler._times = StepTimes({**verify, (4, 1): 12.0}, {4: 1.0})
     for _ in range(LEAST_STEPS):
         scheduler._steps.add(4, 1, 30.0, time.monotonic())
-    for _ in range(PROBE_EVERY):
-        assert scheduler.dynamic_sd_lookup[1:] == [1, 1, 1, 1]
-        scheduler.refresh_sizes()
-    assert scheduler.dynamic_sd_lookup == [0] * 5
-    assert scheduler._after_probe == [0, 1, 1, 1, 1]
+    scheduler.refresh_sizes()
+    assert scheduler.dynamic_sd_lookup[1:] == [0, 0, 0, 0]
+    scheduler._refreshed = time.monotonic() - PROBE_SECONDS
+    scheduler.schedule()
+    assert scheduler.dynamic_sd_lookup[1:] == [0, 0, 0, 0]
+    scheduler.refresh_sizes()
+    assert scheduler.dynamic_sd_lookup[1:] == [1, 1, 1, 1]
+    # Of another number of requests, trees of which too large a graph would be needed.
+    scheduler._probes, scheduler._decoding = Probes(), 4
+    scheduler._fixed = [12] * 5
+    scheduler._times = StepTimes({**verify, (4, 1): 1e3}, {4: 1.0})
+    scheduler.refresh_sizes()
+    assert scheduler.dynamic_sd_lookup[1:] == [12, 1, 1, 1]
 
 
 def test_the_last_trees_of_a_probe_are_published_in_the_plain_steps_after_it(

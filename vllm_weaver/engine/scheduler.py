@@ -20,13 +20,11 @@ from vllm_weaver.engine import compat
 from vllm_weaver.engine.config import options_of, tree_sizes, with_all_widths
 from vllm_weaver.engine.sizes import (
     MARGIN,
-    PROBE_EVERY,
-    PROBE_SECONDS,
     Acceptance,
+    Probes,
     SeenSteps,
     StepTimes,
     best_nodes,
-    plain_may_win,
 )
 from vllm_weaver.engine.stats import PUBLISH_SECONDS, stats_file, times_file
 
@@ -69,8 +67,10 @@ class AdaptiveSizesMixin(_Scheduler):
         self._seen: list[list[float]] | None = None
         self._acceptance = Acceptance(self.num_spec_tokens)
         self._refreshed = time.monotonic()
-        self._refreshes = 0
-        self._after_probe: list[int] | None = None
+        self._probes = Probes()
+        self._after_probe: tuple[float, list[int]] | None = None
+        # Requests of the last step without prompts.
+        self._decoding = 0
         widths = compat.decode_widths(self.vllm_config)
         self._choices = sorted(rows - 1 for rows in widths)
         self._most = max(rows * requests for rows, requests in widths.items())
@@ -91,8 +91,8 @@ class AdaptiveSizesMixin(_Scheduler):
         if now - self._refreshed >= PUBLISH_SECONDS:
             self._refreshed = now
             self.refresh_sizes()
-        elif self._after_probe is not None and now - self._refreshed >= PROBE_SECONDS:
-            self.dynamic_sd_lookup, self._after_probe = self._after_probe, None
+        elif self._after_probe is not None and now - self._refreshed >= self._after_probe[0]:
+            self.dynamic_sd_lookup, self._after_probe = self._after_probe[1], None
         output = super().schedule(*args, **kwargs)
         self._see(now, output)
         return output
@@ -105,6 +105,8 @@ class AdaptiveSizesMixin(_Scheduler):
         """
         before, size, alike = self._last
         own = decode_size(output)
+        if own is not None:
+            self._decoding = own[0]
         if own is None or own != size:
             self._last = now, own, 0
             return
@@ -125,34 +127,39 @@ class AdaptiveSizesMixin(_Scheduler):
             self._observe(counts["offered_by_node"][1:], counts["accepted_by_node"][1:])
         if self._times is None:
             return
-        self._refreshes += 1
-        self._steps.forget(time.monotonic())
+        now = time.monotonic()
+        self._steps.forget(now)
         table = list(self._fixed)
         for requests in range(1, len(table)):
-            # Memory was reserved for the rows of the largest batch of the fixed table.
-            choices = [k for k in self._choices if requests * (k + 1) <= self._most]
-            best = best_nodes(
-                *(requests, choices, self._times, self._acceptance, MARGIN), self._steps
-            )
+            known = self._times, self._acceptance, MARGIN, self._steps
+            best = best_nodes(requests, self._choices_of(requests), *known)
             if best is not None:
                 table[requests] = best
         self.dynamic_sd_lookup, self._after_probe = table, None
-        probes, left = divmod(self._refreshes, PROBE_EVERY)
-        if not left:
-            self._after_probe = table
-            self.dynamic_sd_lookup = self._probe(table, plain=probes % 2 == 0)
+        if 0 < self._decoding < len(table):
+            self._probe(now, table)
 
-    def _probe(self, table: list[int], *, plain: bool) -> list[int]:
-        """Sizes of a short while that says how others than the chosen ones do now."""
-        if not plain:
-            return [max(x) for x in zip(table, self._fixed, strict=True)]
+    def _choices_of(self, requests: int) -> list[int]:
+        """Sizes for which there are graphs; memory was reserved for the fixed table's rows."""
+        return [k for k in self._choices if requests * (k + 1) <= self._most]
+
+    def _probe(self, now: float, table: list[int]) -> None:
+        """Another size than the chosen one for a short while, if the batch's are to be tried."""
         assert self._times is not None
-        return [
-            0
-            if plain_may_win(requests, nodes, self._times, self._acceptance, self._steps)
-            else nodes
-            for requests, nodes in enumerate(table)
-        ]
+        requests = self._decoding
+        probe = self._probes.next(
+            *(now, requests, table[requests], self._fixed[requests], self._choices_of(requests)),
+            *(self._times, self._acceptance, self._steps),
+        )
+        if probe is None:
+            return
+        nodes, seconds = probe
+        self._after_probe = seconds, table
+        self.dynamic_sd_lookup = list(table)
+        graph = self._times.graph_of(requests, nodes)
+        for n in range(1, len(table)):
+            if self._times.graph_of(n, nodes) == graph and nodes in self._choices_of(n):
+                self.dynamic_sd_lookup[n] = nodes
 
     def _observe(self, offered: list[float], accepted: list[float]) -> None:
         seen = [offered, accepted]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import statistics
 from bisect import bisect_left
 from collections import deque
@@ -36,17 +37,18 @@ LEAST_PASSES = 64.0
 MOST_PASSES = 512.0
 #: Trees must promise this much more than plain decoding.
 MARGIN = 1.02
-#: Refreshes from one probe to the next: of the largest trees, which keeps their acceptance known,
-#: and in turn with them of plain decoding, where it was not seen and may be the better choice.
-PROBE_EVERY = 64
+#: Share of the tokens that probes of the largest tree may cost: the nearer it is to the chosen one,
+#: the more often it is tried, so that it is known when it becomes better.
+PROBE_COST = 0.01
+#: Seconds from one probe to the next: at least, and at most of a size that was never seen.
+LEAST_EVERY, MOST_EVERY = 2.0, 32.0
 #: Steps of a size that must have been seen before their own time counts, and how many are kept.
 LEAST_STEPS = 8
 MOST_STEPS = 64
 #: Seconds after the last step of a size after which its time is forgotten: requests may be longer
 #: or shorter by then, and that of the sizes still seen is theirs.
 SEEN_SECONDS = 240.0
-#: A probe's seconds: below 1 % of the time between two, so that it costs less than half a percent
-#: where trees take twice as long as they are worth.
+#: Seconds of a probe of the largest tree.
 PROBE_SECONDS = 0.25
 
 
@@ -232,19 +234,101 @@ class Acceptance:
         return self._emitted[nodes]
 
 
-def plain_may_win(
-    requests: int, nodes: int, times: StepTimes, acceptance: Acceptance, seen: SeenSteps
-) -> bool:
-    """Whether plain decoding deserves a probe where trees of `nodes` are chosen.
+def best_unseen(
+    requests: int,
+    chosen: int,
+    choices: Sequence[int],
+    times: StepTimes,
+    acceptance: Acceptance,
+    seen: SeenSteps,
+) -> int | None:
+    """The size of which no steps were seen that may be better than the chosen one.
 
-    Its steps were not seen, and if they took no longer than their graph they would be the better
-    ones. Arguments as of :func:`best_nodes`.
+    What requests add to its graph is not known. Of plain decoding it may be nothing; of trees it is
+    taken for half of what the trees that were seen promise.
+
+    Args:
+        requests, choices, times, acceptance, seen: as of :func:`best_nodes`.
+        chosen: nodes, best by what is known.
+
+    Returns:
+        The best of them; None if there is none, or the chosen one itself was not seen yet.
     """
-    graph, chosen = times.graphs_ms(requests, 0), times.step_ms(requests, nodes, seen)
-    if not nodes or graph is None or chosen is None:
-        return False
-    unseen = seen.milliseconds(times.graph_of(requests, 0), 0) is None
-    return unseen and MARGIN / graph > acceptance.emitted(nodes) / chosen
+    known = times.steps_ms(requests, seen)
+
+    def unseen(nodes: int) -> bool:
+        return seen.milliseconds(times.graph_of(requests, nodes), nodes) is None
+
+    if chosen not in known or unseen(chosen):
+        return None
+    best, most = None, acceptance.emitted(chosen) / known[chosen]
+    for nodes in choices:
+        graphs = times.graphs_ms(requests, nodes)
+        if graphs is None or not unseen(nodes):
+            continue
+        least = (graphs + known[nodes]) / 2 if nodes else graphs / MARGIN
+        rate = acceptance.emitted(nodes) / least
+        if rate > most:
+            best, most = nodes, rate
+    return best
+
+
+@dataclass
+class Probes:
+    """When a batch has another size than the chosen one for a moment, to learn about it.
+
+    Sizes whose steps were not seen are tried soon and more and more seldom until they are. The
+    largest tree is tried again and again, at a cost of at most `PROBE_COST` by what is known: it
+    tells whether text has become an easier one.
+    """
+
+    _largest: float = -math.inf
+    #: Times that a size of a graph was tried, and the second of the last one.
+    _tried: dict[tuple[int, int], tuple[int, float]] = field(default_factory=dict)
+
+    def next(
+        self,
+        now: float,
+        requests: int,
+        chosen: int,
+        largest: int,
+        choices: Sequence[int],
+        times: StepTimes,
+        acceptance: Acceptance,
+        seen: SeenSteps | None = None,
+    ) -> tuple[int, float] | None:
+        """The size to try from now on.
+
+        Args:
+            now: seconds.
+            requests, choices, times, acceptance, seen: as of :func:`best_nodes`.
+            chosen: nodes of the best trees.
+            largest: nodes of the largest trees of such a batch.
+
+        Returns:
+            Nodes, and for how many seconds, at most to the next call; None for no probe.
+        """
+        if seen is not None:
+            unseen = best_unseen(requests, chosen, choices, times, acceptance, seen)
+            if unseen is not None and self._is_due(now, times.graph_of(requests, unseen), unseen):
+                return unseen, math.inf
+        known = times.steps_ms(requests, seen)
+        if largest <= chosen or chosen not in known or largest not in known:
+            return None
+        rates = [acceptance.emitted(nodes) / known[nodes] for nodes in (largest, chosen)]
+        every = PROBE_SECONDS * (1 - rates[0] / rates[1]) / PROBE_COST
+        if now - self._largest < max(every, LEAST_EVERY):
+            return None
+        self._largest = now
+        return largest, PROBE_SECONDS
+
+    def _is_due(self, now: float, graph: int | None, nodes: int) -> bool:
+        key = graph or 0, nodes
+        tries, last = self._tried.get(key, (0, 0.0))
+        if tries and now - last < min(LEAST_EVERY * 2 ** (tries - 1), MOST_EVERY):
+            return False
+        self._tried[key] = tries + 1, now
+        return True
 
 
 def best_nodes(
