@@ -67,6 +67,7 @@ class AdaptiveSizesMixin(_Scheduler):
         self._seen: list[list[float]] | None = None
         self._acceptance = Acceptance(self.num_spec_tokens)
         self._refreshed = time.monotonic()
+        self._active = 0.0
         self._probes = Probes()
         self._after_probe: tuple[float, list[int]] | None = None
         # Requests of the last step without prompts.
@@ -89,6 +90,8 @@ class AdaptiveSizesMixin(_Scheduler):
         """vLLM's schedule, from a table that is half a second old at most."""
         now = time.monotonic()
         if now - self._refreshed >= PUBLISH_SECONDS:
+            # What lies between two refreshes without requests is no time to pay probes from.
+            self._active += min(now - self._refreshed, 2 * PUBLISH_SECONDS)
             self._refreshed = now
             self.refresh_sizes()
         elif self._after_probe is not None and now - self._refreshed >= self._after_probe[0]:
@@ -127,8 +130,7 @@ class AdaptiveSizesMixin(_Scheduler):
             self._observe(counts["offered_by_node"][1:], counts["accepted_by_node"][1:])
         if self._times is None:
             return
-        now = time.monotonic()
-        self._steps.forget(now)
+        self._steps.forget(time.monotonic())
         table = list(self._fixed)
         for requests in range(1, len(table)):
             known = self._times, self._acceptance, MARGIN, self._steps
@@ -137,19 +139,19 @@ class AdaptiveSizesMixin(_Scheduler):
                 table[requests] = best
         self.dynamic_sd_lookup, self._after_probe = table, None
         if 0 < self._decoding < len(table):
-            self._probe(now, table)
+            self._probe(table)
 
     def _choices_of(self, requests: int) -> list[int]:
         """Sizes for which there are graphs; memory was reserved for the fixed table's rows."""
         return [k for k in self._choices if requests * (k + 1) <= self._most]
 
-    def _probe(self, now: float, table: list[int]) -> None:
+    def _probe(self, table: list[int]) -> None:
         """Another size than the chosen one for a short while, if the batch's are to be tried."""
         assert self._times is not None
         requests = self._decoding
         probe = self._probes.next(
-            *(now, requests, table[requests], self._fixed[requests], self._choices_of(requests)),
-            *(self._times, self._acceptance, self._steps),
+            *(self._active, requests, table[requests], self._fixed[requests]),
+            *(self._choices_of(requests), self._times, self._acceptance, self._steps),
         )
         if probe is None:
             return

@@ -37,9 +37,10 @@ LEAST_PASSES = 64.0
 MOST_PASSES = 512.0
 #: Trees must promise this much more than plain decoding.
 MARGIN = 1.02
-#: Share of the tokens that probes of the largest tree may cost: the nearer it is to the chosen one,
-#: the more often it is tried, so that it is known when it becomes better.
-PROBE_COST = 0.01
+#: Share of the tokens that probes of the largest tree may cost: the nearer it is to what was chosen,
+#: the more often it is tried, so that it is known when it becomes better. Smaller trees tell of
+#: larger ones; plain decoding tells of none.
+PROBE_COST, PROBE_COST_OF_PLAIN = 0.001, 0.005
 #: Seconds from one probe to the next: at least, and at most of a size that was never seen.
 LEAST_EVERY, MOST_EVERY = 2.0, 32.0
 #: Steps of a size that must have been seen before their own time counts, and how many are kept.
@@ -278,8 +279,8 @@ class Probes:
     """When a batch has another size than the chosen one for a moment, to learn about it.
 
     Sizes whose steps were not seen are tried soon and more and more seldom until they are. The
-    largest tree is tried again and again, at a cost of at most `PROBE_COST` by what is known: it
-    tells whether text has become an easier one.
+    largest tree is tried again and again, at a cost of at most `PROBE_COST` (`PROBE_COST_OF_PLAIN`)
+    by what is known: it tells whether text has become an easier one.
     """
 
     _largest: float = -math.inf
@@ -300,7 +301,7 @@ class Probes:
         """The size to try from now on.
 
         Args:
-            now: seconds.
+            now: seconds for which the engine has run.
             requests, choices, times, acceptance, seen: as of :func:`best_nodes`.
             chosen: nodes of the best trees.
             largest: nodes of the largest trees of such a batch.
@@ -316,7 +317,8 @@ class Probes:
         if largest <= chosen or chosen not in known or largest not in known:
             return None
         rates = [acceptance.emitted(nodes) / known[nodes] for nodes in (largest, chosen)]
-        every = PROBE_SECONDS * (1 - rates[0] / rates[1]) / PROBE_COST
+        cost = PROBE_COST if chosen else PROBE_COST_OF_PLAIN
+        every = PROBE_SECONDS * (1 - rates[0] / rates[1]) / cost
         if now - self._largest < max(every, LEAST_EVERY):
             return None
         self._largest = now
