@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -223,17 +224,17 @@ def shift_needed(
     temperature = options["temperature"]
     scaled = _penalised(logits, prompt, before, options)
     noise: Mapping[int, float] = dict.fromkeys(scaled, 0.0)
-    joins, leaves = dict.fromkeys(scaled, 0.0), dict.fromkeys(scaled, math.inf)
+    filters = None
     if temperature > 0:
         scaled = {key: value / temperature for key, value in scaled.items()}
         noise = noise_of(options["seed"], len(prompt) + len(before) - 1, list(scaled))
-        joins, leaves = _filtered(scaled, options)
+        filters = _Filters(scaled, options)
     mine = scaled[token] + noise[token]
-    needed = joins[token]
+    needed = filters.joins(token) if filters else 0.0
     for other, value in scaled.items():
         ahead = value + noise[other] - mine
-        if other != token and ahead > 0:
-            needed = max(needed, min(ahead, leaves[other]))
+        if other != token and ahead > needed:
+            needed = max(needed, min(ahead, filters.leaves(other)) if filters else ahead)
     return needed
 
 
@@ -266,48 +267,72 @@ def _penalised(
     return found
 
 
-def _filtered(
-    scaled: Mapping[int, float], options: Mapping[str, Any]
-) -> tuple[dict[int, float], dict[int, float]]:
-    """Shifts by which each token would pass all filters, and would fail one: 0 if it does."""
-    joins, leaves = dict.fromkeys(scaled, 0.0), dict.fromkeys(scaled, math.inf)
-    order = sorted(scaled, key=lambda token: -scaled[token])
+class _Filters:
+    """Shifts by which a token would pass all filters, or fail one: 0 if it does.
 
-    def bound(passing: Sequence[int], failing: Sequence[int]) -> None:
-        """Ranks decide: the last that passes, and the first that does not, may change places."""
-        for token in failing:
-            joins[token] = max(joins[token], scaled[passing[-1]] - scaled[token])
-            leaves[token] = 0.0
-        if failing:
-            for token in passing:
-                leaves[token] = min(leaves[token], scaled[token] - scaled[failing[0]])
+    Args:
+        scaled: scores without noise, by token.
+        options: of `NEUTRAL`; filters follow each other as in vLLM.
+    """
 
-    if options["min_p"] > 0:
-        threshold = scaled[order[0]] + math.log(options["min_p"])
-        for token in order:
-            joins[token] = max(joins[token], threshold - scaled[token])
-            leaves[token] = min(leaves[token], max(0.0, scaled[token] - threshold))
-        order = [token for token in order if scaled[token] >= threshold]
-    if 0 < options["top_k"] < len(order):
-        bound(order[: options["top_k"]], order[options["top_k"] :])
-        order = order[: options["top_k"]]
-    if options["top_p"] < 1:
-        weights = [math.exp(scaled[token] - scaled[order[0]]) for token in order]
-        total, mass, better = sum(weights), 0.0, []
-        for weight in weights:
-            better.append(mass / total)
-            mass += weight
-        size = sum(share < options["top_p"] for share in better)
-        rank_joins, rank_leaves = dict(joins), dict(leaves)
-        bound(order[:size], order[size:])
-        # Or the mass of the better tokens moves past the limit, and the token stays where it is.
-        for token, share in zip(order, better, strict=True):
-            move = abs(_logit(share) - _logit(options["top_p"]))
-            if share >= options["top_p"]:
-                joins[token] = max(rank_joins[token], min(joins[token], move))
-            else:
-                leaves[token] = min(rank_leaves[token], min(leaves[token], move))
-    return joins, leaves
+    def __init__(self, scaled: Mapping[int, float], options: Mapping[str, Any]):
+        self._scaled = scaled
+        self._joins = dict.fromkeys(scaled, 0.0)
+        self._leaves = dict.fromkeys(scaled, math.inf)
+        order = sorted(scaled, key=lambda token: -scaled[token])
+        if options["min_p"] > 0:
+            threshold = scaled[order[0]] + math.log(options["min_p"])
+            for token in order:
+                self._joins[token] = max(0.0, threshold - scaled[token])
+                self._leaves[token] = max(0.0, scaled[token] - threshold)
+            order = [token for token in order if scaled[token] >= threshold]
+        if 0 < options["top_k"] < len(order):
+            # Ranks decide: the last that passes, and the first that does not, may change places.
+            order, out = order[: options["top_k"]], order[options["top_k"] :]
+            for token in out:
+                self._joins[token] = max(self._joins[token], scaled[order[-1]] - scaled[token])
+                self._leaves[token] = 0.0
+            for token in order:
+                self._leaves[token] = min(self._leaves[token], scaled[token] - scaled[out[0]])
+        self._limit = options["top_p"]
+        self._order = order if self._limit < 1 else []
+        self._places = {token: place for place, token in enumerate(self._order)}
+        weights = [math.exp(scaled[token] - scaled[order[0]]) for token in self._order]
+        total = math.fsum(weights)
+        self._shares = [weight / total for weight in weights]
+        #: Share of the mass of the tokens before each place, and of all.
+        self._before = [0.0, *itertools.accumulate(self._shares)]
+
+    def joins(self, token: int) -> float:
+        """By mass: tokens that are ahead fall behind it, or the mass before it moves to the limit.
+
+        Both may happen, and the least shift that does for both counts.
+        """
+        least = math.inf
+        place = self._places.get(token)
+        if place is None:
+            return self._joins[token]
+        for first in range(place, -1, -1):
+            gap = self._scaled[self._order[first]] - self._scaled[token]
+            if gap >= least:
+                break
+            over = _logit(self._before[first]) - _logit(self._limit)
+            least = min(least, max(gap, over, 0.0))
+        return max(self._joins[token], least)
+
+    def leaves(self, token: int) -> float:
+        """The other way round: tokens behind it come before it."""
+        least = math.inf
+        place = self._places.get(token)
+        if place is None:
+            return self._leaves[token]
+        for last in range(place, len(self._order)):
+            gap = self._scaled[token] - self._scaled[self._order[last]]
+            if gap >= least:
+                break
+            under = _logit(self._limit) - _logit(self._before[last + 1] - self._shares[place])
+            least = min(least, max(gap, under, 0.0))
+        return min(self._leaves[token], least)
 
 
 def _logit(share: float) -> float:

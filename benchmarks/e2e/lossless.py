@@ -487,7 +487,7 @@ class Lossless:
         own: Sequence[list[int]],
         scores: Scores,
     ) -> dict[str, Any]:
-        """As :func:`compare`; what is no tie with what it takes to replay it elsewhere.
+        """As :func:`compare`; what is no tie by plain vLLM with what it takes to replay it.
 
         Beyond a tie, the small target in float32 says how far both tokens are from being taken
         (`float32`, with that function alone). Two that are near lie between two engines' roundings.
@@ -510,7 +510,7 @@ class Lossless:
             number, place = difference["request"], difference["place"]
             request, token = part.requests[number], got[number][place]
             difference["label"] = request.label
-            if difference["kind"] != "tie":
+            if difference["kind"] != "tie" or difference["exact"] is not None:
                 both = own[number][place], token
                 known = dict(scores.get((number, place), ()))
                 theirs = self._asked_again(name, part, number, place, got[number])

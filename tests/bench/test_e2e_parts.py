@@ -293,7 +293,7 @@ def test_a_tie_is_up_to_the_limit_or_one_rounding_step(
 
 @pytest.mark.parametrize(
     ("exact", "kind"),
-    [(0.1, "tie"), (-0.3, "tie"), (0.101, "beyond a tie"), (None, "beyond a tie")],
+    [(0.17, "tie"), (-0.3, "tie"), (0.171, "beyond a tie"), (None, "beyond a tie")],
 )
 def test_what_float32_has_equal_is_a_tie(exact: float | None, kind: str) -> None:
     asked = []
@@ -317,6 +317,12 @@ def test_what_float32_has_equal_is_a_tie(exact: float | None, kind: str) -> None
     assert [d["exact"] for d in found["differences"]] == [exact, None]
     assert found["ties_in_float32"] == (kind == "tie")
     assert ("in float32" in in_words(found)) is (kind == "tie")
+    if exact is not None and exact > 0:
+        # A limit of one's own is that of both.
+        strict = compare(
+            *([[1]], [[2]]), dtype="bfloat16", doubts=lambda _: doubts[:1], tie=0.1, exact=distance
+        )
+        assert strict["beyond_a_tie"] == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.5])

@@ -37,7 +37,7 @@ LEAST_PASSES = 64.0
 MOST_PASSES = 512.0
 #: Trees must promise this much more than plain decoding.
 MARGIN = 1.02
-#: Share of the tokens that probes of the largest tree may cost: the nearer it is to what was chosen,
+#: Share of the tokens that probes of the largest tree may cost: the nearer it is to the chosen one,
 #: the more often it is tried, so that it is known when it becomes better. Smaller trees tell of
 #: larger ones; plain decoding tells of none.
 PROBE_COST, PROBE_COST_OF_PLAIN = 0.001, 0.005
