@@ -15,9 +15,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import multiprocessing
 import sys
 import time
 import tomllib
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_weaver.train.plan import dry_run
-from vllm_weaver.train.processes import Processes, host_memory
+from vllm_weaver.train.processes import Processes, host_memory, host_peak
 from vllm_weaver.train.profile import profile
 from vllm_weaver.train.recipe import Recipe
 from vllm_weaver.train.trainer import Trainer
@@ -187,6 +190,36 @@ def recipe_for(name: str, directory: Path, compiles: bool) -> Recipe:
     return Recipe.from_dict(table)
 
 
+def write_all(shape: Shape, directory: Path, rows: int) -> None:
+    """Models and rows."""
+    make = Maker()
+    head = write_target(shape, directory / "target", make)
+    write_drafter(shape, directory / "drafter", make)
+    write_data(shape, directory / "data", rows, head, make)
+
+
+def measured(name: str, directory: Path, compiles: bool, part: str) -> dict[str, Any]:
+    """One part's result, and this process's host memory: `resident` is the main process alone."""
+    trainer = Trainer(recipe_for(name, directory, compiles), Processes.join())
+    loaded = host_peak()
+    result = {"profile": profile, "dry_run": dry_run}[part](trainer)
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    kinds = [line.split() for line in status if line.startswith("Rss")]
+    memory = {
+        "now": host_memory(),
+        "peak": host_peak(),
+        "peak_of_loading": loaded,
+        **{f"resident_{kind[3:-1].lower()}": int(kib) * 1024 for kind, kib, _ in kinds},
+    }
+    return {part: result, "host_gib": {k: round(v / 2**30, 2) for k, v in memory.items()}}
+
+
+def alone(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call in a process of its own, so that its memory holds nothing of what ran before."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
@@ -202,26 +235,19 @@ def main() -> None:
 
     shape, directory = SHAPES[given.shape], given.directory
     if not (directory / "data").exists():
-        make = Maker()
-        head = write_target(shape, directory / "target", make)
-        write_drafter(shape, directory / "drafter", make)
-        write_data(shape, directory / "data", given.rows, head, make)
+        alone(write_all, shape, directory, given.rows)
         say(f"models and {given.rows} rows in {directory}")
     record: dict[str, Any] = {
         "command": " ".join(["python -m benchmarks.train_profile", *sys.argv[1:]]),
         "shape": dataclasses.asdict(shape),
     }
-    processes = Processes.join()
     for name, compiles in (("plain", False), ("compiled", True))[: 1 + given.compile]:
-        recipe = recipe_for(given.shape, directory, compiles)
-        record[name] = {}
         # The shares first, which are what is asked; each takes some ten steps of a second or more.
-        for part, measure in (("profile", profile), ("dry_run", dry_run)):
-            trainer = Trainer(recipe, processes)
-            say(f"{name}: models loaded")
-            record[name][part] = measure(trainer)
-            record[name]["host_memory_gib"] = round(host_memory() / 2**30, 2)
-            say(f"{name}: {json.dumps(record[name][part], indent=1)}")
+        # Memory is the last one's: the profiler keeps every operator of its steps.
+        record[name] = {}
+        for part in ("profile", "dry_run"):
+            record[name] |= alone(measured, given.shape, directory, compiles, part)
+            say(f"{name}: {json.dumps(record[name], indent=1)}")
             # Written after each, so that one that is cut off takes nothing with it.
             given.json.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 

@@ -13,7 +13,7 @@ Shapes: R blocks, D draft depth, P pool, d width, V vocabulary, L tokens of a do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from vllm_weaver.adapter import WeaverAdapter, pool_log_probs
 from vllm_weaver.train.data import Document
 from vllm_weaver.train.drafter import FrozenDrafter
+from vllm_weaver.train.moving import to_device
 from vllm_weaver.train.target import FrozenTarget
 
 # Elements of the largest matrix of logits that is held at once.
@@ -89,10 +90,12 @@ def make_blocks(
     for document, anchors_A in documents:
         if len(anchors_A) == 0:
             continue
-        anchors_A = anchors_A.to(device)
-        tokens_L = document.tokens_L.to(device)
-        auxiliary_Lx = document.auxiliary_Lx.to(device, dtype)
-        normed_Ld = target.final_norm(document.last_Ld.to(device, dtype))
+        anchors_A = to_device(anchors_A, device)
+        tokens_L = to_device(document.tokens_L, device)
+        # Whole: a part of each row would be gathered on the host first.
+        states = replace(document, states_Lkd=to_device(document.states_Lkd, device))
+        auxiliary_Lx = states.auxiliary_Lx.to(dtype)
+        normed_Ld = target.final_norm(states.last_Ld.to(dtype))
         h_draft_ADd = drafter.states(auxiliary_Lx, tokens_L, anchors_A, target.embedding_Vd)
         window_AN = anchors_A[:, None] + torch.arange(depth + 1, device=device)
         parts.append(
@@ -101,7 +104,7 @@ def make_blocks(
                 h_draft_RDd=h_draft_ADd[:, :depth],
                 tokens_RN=tokens_L[window_AN],
                 states_RDd=normed_Ld[window_AN[:, :-1]],
-                trained_RD=document.trained_L.to(device)[window_AN[:, 1:]],
+                trained_RD=to_device(document.trained_L, device)[window_AN[:, 1:]],
             )
         )
     if not parts:
@@ -122,10 +125,11 @@ def make_pools(target: FrozenTarget, blocks: Blocks, pool: int) -> Pools:
     head_Vd = target.head_Vd
     for chosen in at_once(len(blocks), blocks.h_draft_RDd.shape[1], target.vocab):
         some = blocks.part(chosen)
-        logits_RDP, ids_RDP = (some.h_draft_RDd.to(head_Vd.dtype) @ head_Vd.T).float().topk(pool)
-        p_RDV = (some.states_RDd.to(head_Vd.dtype) @ head_Vd.T).float().softmax(-1)
+        # In the head's dtype: in float32 the same order takes twice the bytes, and a copy of all.
+        logits_RDP, ids_RDP = (some.h_draft_RDd.to(head_Vd.dtype) @ head_Vd.T).topk(pool)
+        p_RDV = (some.states_RDd.to(head_Vd.dtype) @ head_Vd.T).softmax(-1, dtype=torch.float32)
         hit_RDP = ids_RDP == some.tokens_RN[:, 1:, None]
-        parts.append(Pools(ids_RDP, logits_RDP, p_RDV.gather(-1, ids_RDP), hit_RDP))
+        parts.append(Pools(ids_RDP, logits_RDP.float(), p_RDV.gather(-1, ids_RDP), hit_RDP))
     return Pools(*(torch.cat([getattr(p, f.name) for p in parts]) for f in fields(Pools)))
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from vllm_weaver.train.errors import DataError, first_line, require
+from vllm_weaver.train.moving import Lead
 from vllm_weaver.train.recipe import DataRecipe
 
 RECORD_NAME = "extraction.json"
@@ -62,15 +63,28 @@ class Document:
     |---|---|---|
     | `tokens_L` | [L] int64 | |
     | `trained_L` | [L] bool | positions that a loss may cover (the answers of a chat) |
-    | `auxiliary_Lx` | [L, layers * d] | auxiliary states side by side, as stored |
-    | `last_Ld` | [L, d] | last layer's output before the final norm, as stored |
+    | `states_Lkd` | [L, layers + 1, d] | auxiliary states, then the last layer's output before the
+      final norm, as stored: one tensor, so that it moves as a whole |
     """
 
     index: int
     tokens_L: Tensor
     trained_L: Tensor
-    auxiliary_Lx: Tensor
-    last_Ld: Tensor
+    states_Lkd: Tensor
+
+    @property
+    def auxiliary_Lx(self) -> Tensor:
+        """Auxiliary states side by side, [L, layers * d], a view."""
+        return self.states_Lkd[:, :-1].flatten(1)
+
+    @property
+    def last_Ld(self) -> Tensor:
+        """Last layer's output before the final norm, [L, d], a view."""
+        return self.states_Lkd[:, -1]
+
+    def pin_memory(self) -> Document:
+        """The same with states that a GPU fetches by itself; PyTorch's loader asks for it."""
+        return replace(self, states_Lkd=self.states_Lkd.pin_memory())
 
 
 @dataclass(frozen=True)
@@ -168,8 +182,7 @@ class HiddenStateData(Dataset[Document | Skipped]):
             index=index,
             tokens_L=tokens_L,
             trained_L=trained_L,
-            auxiliary_Lx=states[:, :-1].flatten(1),
-            last_Ld=states[:, -1],
+            states_Lkd=states,
         )
 
     def _states(self, index: int, tokens_L: Tensor) -> Tensor | Skipped:
@@ -385,36 +398,51 @@ class Plan:
                 yield self.unit(step * self.units + unit)
 
 
-class _Units(Dataset[list[tuple[Document | Skipped, int]]]):
-    """Reads whole units, so that a worker process hands over one at a time."""
+class _Rows(Dataset[tuple[Document | Skipped, int]]):
+    """Rows in the order of their use, so that a worker process hands over one at a time."""
 
-    def __init__(self, data: HiddenStateData, units: list[list[tuple[int, int]]]) -> None:
-        self._data, self._units = data, units
+    def __init__(self, data: HiddenStateData, rows: list[tuple[int, int]]) -> None:
+        self._data, self._rows = data, rows
 
     def __len__(self) -> int:
-        return len(self._units)
+        return len(self._rows)
 
-    def __getitem__(self, number: int) -> list[tuple[Document | Skipped, int]]:
-        return [(self._data[row], seed) for row, seed in self._units[number]]
+    def __getitem__(self, number: int) -> tuple[Document | Skipped, int]:
+        row, seed = self._rows[number]
+        return self._data[row], seed
 
 
 def stream(
-    data: HiddenStateData, units: Iterator[list[tuple[int, int]]]
+    data: HiddenStateData, units: Iterator[list[tuple[int, int]]], lead: Lead | None = None
 ) -> Iterator[list[tuple[Document | Skipped, int]]]:
     """Read units in order, ahead of their use when the recipe gives worker processes.
 
-    At most two units per worker are held at any time.
+    At most two rows per worker are held on the host at any time, and the one that is handed over.
+    With a `lead` on a GPU the states of each go to the device as soon as they are read.
     """
     workers = data.recipe.workers
-    dataset = _Units(data, list(units))
+    wanted = list(units)
     loader = torch.utils.data.DataLoader(
-        dataset,
+        _Rows(data, [row for unit in wanted for row in unit]),
         batch_size=None,
         num_workers=workers,
         prefetch_factor=2 if workers else None,
+        pin_memory=lead is not None and lead.on_gpu,
     )
+
+    def placed(document: Document | Skipped) -> Document | Skipped:
+        if lead is None or isinstance(document, Skipped):
+            return document
+        return replace(document, states_Lkd=lead.move(document.states_Lkd))
+
     try:
-        yield from loader
+        rows = iter(loader)
+        for unit in wanted:
+            read = []
+            for _ in unit:
+                document, seed = next(rows)
+                read.append((placed(document), seed))
+            yield read
     except DataError:
         raise
     except RuntimeError as error:

@@ -447,8 +447,7 @@ def _beginning(document: Document, length: int) -> Document:
         index=document.index,
         tokens_L=document.tokens_L[:length],
         trained_L=document.trained_L[:length],
-        auxiliary_Lx=document.auxiliary_Lx[:length, :0].clone(),
-        last_Ld=document.last_Ld[:length].clone(),
+        states_Lkd=document.states_Lkd[:length, -1:].clone(),
     )
 
 

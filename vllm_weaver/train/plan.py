@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from vllm_weaver.train.processes import host_memory
+from vllm_weaver.train.processes import host_memory, host_peak
 from vllm_weaver.train.trainer import Trainer
 
 _TIMED_STEPS = 2
@@ -69,7 +69,7 @@ def dry_run(trainer: Trainer) -> dict[str, Any]:
         facts["whole run"] = f"{seconds * plan.steps / 3600:.2g} h"
     else:
         facts["time per step"] = "not measured: the run has a single step"
-    facts["host memory"] = _size(host_memory())
+    facts["host memory"] = f"{_size(host_memory())} with readers, peak {_size(host_peak())}"
     if trainer.processes.device.type == "cuda":
         facts["device memory, peak"] = _size(torch.cuda.max_memory_allocated())
     return facts

@@ -6,6 +6,7 @@ Knows ranks, devices and one flag that all processes agree on; not what they com
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -73,9 +74,36 @@ class Processes:
 
 
 def host_memory() -> int:
-    """Resident memory of this process in bytes; 0 where the system does not say."""
+    """Memory of this process and of its reading processes now, in bytes.
+
+    What they share counts once; files that are mapped count as far as they were read. 0 where the
+    system does not say.
+    """
+    readers = [process.pid for process in multiprocessing.active_children()]
     try:
-        with open("/proc/self/statm", encoding="ascii") as file:
-            return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
+        total = _field("/proc/self/smaps_rollup", "Pss")
+    except (OSError, ValueError):
+        # Some sandboxes know only what is resident.
+        return _known("/proc/self/status", "VmRSS")
+    return total + sum(_known(f"/proc/{pid}/smaps_rollup", "Pss") for pid in readers)
+
+
+def host_peak() -> int:
+    """The most that this process alone has had resident, in bytes; 0 where it is not said."""
+    return _known("/proc/self/status", "VmHWM")
+
+
+def _known(path: str, name: str) -> int:
+    try:
+        return _field(path, name)
+    except (OSError, ValueError):
         return 0
+
+
+def _field(path: str, name: str) -> int:
+    """A line `name:  N kB` of one of the kernel's files, in bytes."""
+    with open(path, encoding="ascii") as file:
+        for line in file:
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    raise ValueError(name)

@@ -43,7 +43,8 @@ class DataRecipe:
         on_bad: what to do with an unreadable or wrong file: "raise" or "skip" it.
         max_length: tokens of a row that are used; longer rows are cut.
         held_out: share of the rows, from the end, that is kept for measuring.
-        workers: processes that read files; 0 reads in the training process.
+        workers: processes that read files, up to two rows ahead each; 0 reads in the training
+            process.
     """
 
     path: str

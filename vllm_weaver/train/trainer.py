@@ -42,6 +42,7 @@ from vllm_weaver.train.losses import (
     pool_losses,
     text_log_probs,
 )
+from vllm_weaver.train.moving import Lead
 from vllm_weaver.train.optim import Optimizers, schedule
 from vllm_weaver.train.parallel import accumulating, load_whole, share, whole, wrap
 from vllm_weaver.train.processes import Processes, host_memory
@@ -165,7 +166,8 @@ class Trainer:
     def steps(self) -> Iterator[dict[str, Tensor]]:
         """Run the remaining steps; yields each one's figures (sums over this process's units)."""
         batches = self.plan.batches(self.step, self.processes.rank, self.processes.world)
-        units = stream(self.data, batches)
+        lead = Lead(self.processes.device)
+        units = stream(self.data, batches, lead)
         train = self.recipe.train
         units_here = train.units // self.processes.world
         while self.step < self.plan.steps:
@@ -175,6 +177,7 @@ class Trainer:
                 with accumulating(self._model, self.adapter, more=number < units_here - 1):
                     loss, figures = self._unit(unit)
                     (loss / units_here).backward()
+                lead.launched()
                 for name, value in figures.items():
                     sums[name] = sums[name] + value if name in sums else value
             factor = schedule(self.step, self.plan.steps, train.warmup, train.decay)
@@ -188,8 +191,9 @@ class Trainer:
         totals: dict[str, Tensor] = {}
         since, first = time.perf_counter(), self.step
         for sums in self.steps():
+            # Read when they are reported: reading waits for the device.
             for name, value in sums.items():
-                totals[name] = totals[name] + value.cpu() if name in totals else value.cpu()
+                totals[name] = totals[name] + value if name in totals else value
             log.advance(self.step)
             if self.step % train.log_every == 0 or self.step == self.plan.steps:
                 seconds = time.perf_counter() - since
