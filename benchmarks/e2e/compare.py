@@ -12,8 +12,9 @@ from .statistics import first_difference, repetition
 
 #: Distance up to which rounding may choose either token, where a step of the logits is smaller.
 TIE = {"float32": 1e-4, "bfloat16": 0.1}
-#: How far one engine's rounding moves two scores apart: in bfloat16 in 999 of 1,000 places of the
-#: packaged target, and the most of 56,040 draws (`rounding.py`, `results/rounding-drawn.json`).
+#: How far one engine's rounding moves two logits apart: in bfloat16 in 999 of 1,000 places of the
+#: packaged target whose two best are less than 1 apart, and the most of 56,040 draws
+#: (`rounding.py`, `results/rounding-drawn.json`).
 ROUNDING = {"float32": 1e-4, "bfloat16": 0.17}
 #: Bits of a number's fraction, and the exponent of the smallest normal number.
 _FORMATS = {"float32": (23, -126), "bfloat16": (7, -126), "float16": (10, -14)}
@@ -106,14 +107,14 @@ def compare(
     and rounding moves by whole steps. `ties_of_one_step` counts the ties beyond `tie`.
 
     What is further apart is a tie all the same if `exact`, where it can be asked, has no more
-    between the tokens than one engine's rounding moves them (`ROUNDING`, or `tie` where that is
-    given), or the other one ahead: then AR's rounding has put them so far apart, or the other
-    engine's has brought them together. `ties_in_float32` counts those.
+    between the tokens than one engine's rounding moves them (`ROUNDING`, over T where AR samples,
+    or `tie` where that is given), or the other one ahead: then AR's rounding has put them so far
+    apart, or the other engine's has brought them together. `ties_in_float32` counts those.
 
     Without `doubts`, differences are not classified: of sampled texts of vLLM's own speculation,
     which are another draw from the same distribution.
     """
-    limit, rounding = (TIE[dtype], ROUNDING[dtype]) if tie is None else (tie, tie)
+    limit = TIE[dtype] if tie is None else tie
     places = [first_difference(a, b) for a, b in zip(got, want, strict=True)]
     where = [(i, place) for i, place in enumerate(places) if place is not None]
     known: Sequence[Doubt | None] = [None] * len(where)
@@ -130,6 +131,7 @@ def compare(
         kind, true = "tie", None
         if not doubt.distance <= most:
             true = exact(i, place, got[i][place]) if exact is not None else None
+            rounding = ROUNDING[dtype] / (doubt.temperature or 1.0) if tie is None else tie
             if true is not None and true <= rounding:
                 in_float32 += 1
             else:

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -206,8 +207,9 @@ def shift_needed(
 
     Scores are what vLLM compares: logits after penalties, over the temperature, plus noise. The
     token must pass the filters, and every token that is better must fall behind it or out of a
-    filter. Greedy, it is the distance from the best token; sampled without filters, the distance
-    of the token drawn.
+    filter. Each of these is asked by itself, so that with filters it is at least so much. Greedy,
+    it is the distance from the best token; sampled without filters, the distance of the token
+    drawn.
 
     Args:
         logits: raw, of the best tokens; with `top_p` of so many that the rest has no weight.
@@ -270,6 +272,9 @@ def _penalised(
 class _Filters:
     """Shifts by which a token would pass all filters, or fail one: 0 if it does.
 
+    Exact for a filter alone and for top-k with top-p. Of min-p with top-p the tokens whose mass
+    min-p takes away stay the same.
+
     Args:
         scaled: scores without noise, by token.
         options: of `NEUTRAL`; filters follow each other as in vLLM.
@@ -279,60 +284,87 @@ class _Filters:
         self._scaled = scaled
         self._joins = dict.fromkeys(scaled, 0.0)
         self._leaves = dict.fromkeys(scaled, math.inf)
-        order = sorted(scaled, key=lambda token: -scaled[token])
+        ranked = sorted(scaled, key=lambda token: -scaled[token])
+        order = ranked
         if options["min_p"] > 0:
-            threshold = scaled[order[0]] + math.log(options["min_p"])
-            for token in order:
+            below = -math.log(options["min_p"])
+            threshold = scaled[ranked[0]] - below
+            for token in ranked:
                 self._joins[token] = max(0.0, threshold - scaled[token])
                 self._leaves[token] = max(0.0, scaled[token] - threshold)
-            order = [token for token in order if scaled[token] >= threshold]
-        if 0 < options["top_k"] < len(order):
+            # The best one leaves when the second has become so much better.
+            lead = scaled[ranked[0]] - scaled[ranked[1]] if len(ranked) > 1 else math.inf
+            self._leaves[ranked[0]] = lead + below
+            order = [token for token in ranked if scaled[token] >= threshold]
+        #: Whether a token that passes all the same drives the last one out.
+        self._full = 0 < options["top_k"] <= len(order)
+        if self._full:
             # Ranks decide: the last that passes, and the first that does not, may change places.
-            order, out = order[: options["top_k"]], order[options["top_k"] :]
+            order, out = ranked[: options["top_k"]], ranked[options["top_k"] :]
             for token in out:
                 self._joins[token] = max(self._joins[token], scaled[order[-1]] - scaled[token])
                 self._leaves[token] = 0.0
-            for token in order:
+            for token in order if out else ():
                 self._leaves[token] = min(self._leaves[token], scaled[token] - scaled[out[0]])
         self._limit = options["top_p"]
         self._order = order if self._limit < 1 else []
         self._places = {token: place for place, token in enumerate(self._order)}
         weights = [math.exp(scaled[token] - scaled[order[0]]) for token in self._order]
-        total = math.fsum(weights)
-        self._shares = [weight / total for weight in weights]
+        self._total = math.fsum(weights)
+        self._shares = [weight / self._total for weight in weights]
         #: Share of the mass of the tokens before each place, and of all.
         self._before = [0.0, *itertools.accumulate(self._shares)]
 
     def joins(self, token: int) -> float:
         """By mass: tokens that are ahead fall behind it, or the mass before it moves to the limit.
 
-        Both may happen, and the least shift that does for both counts.
+        Both may happen, and the least shift that does for both counts. Those that fall behind it
+        have no more than its own mass then.
         """
-        least = math.inf
-        place = self._places.get(token)
-        if place is None:
+        if not self._order:
             return self._joins[token]
-        for first in range(place, -1, -1):
-            gap = self._scaled[self._order[first]] - self._scaled[token]
-            if gap >= least:
-                break
-            over = _logit(self._before[first]) - _logit(self._limit)
-            least = min(least, max(gap, over, 0.0))
-        return max(self._joins[token], least)
+        place = self._places.get(token, len(self._order))
+        best = self._scaled[self._order[0]]
+        share = math.exp(self._scaled[token] - best) / self._total
+        behind = 1 - self._before[place]
+        if token not in self._places:
+            behind = 0.0 if self._full else share
+
+        def gap(passed: int) -> float:
+            if not passed:
+                return 0.0
+            return self._scaled[self._order[place - passed]] - self._scaled[token]
+
+        def over(passed: int) -> float:
+            ahead, rest = self._before[place - passed], behind + passed * share
+            share_ahead = ahead / (ahead + rest) if ahead else 0.0
+            return _logit(share_ahead) - _logit(self._limit)
+
+        return max(self._joins[token], _least(place, gap, over))
 
     def leaves(self, token: int) -> float:
         """The other way round: tokens behind it come before it."""
-        least = math.inf
         place = self._places.get(token)
         if place is None:
             return self._leaves[token]
-        for last in range(place, len(self._order)):
-            gap = self._scaled[token] - self._scaled[self._order[last]]
-            if gap >= least:
-                break
-            under = _logit(self._limit) - _logit(self._before[last + 1] - self._shares[place])
-            least = min(least, max(gap, under, 0.0))
-        return min(self._leaves[token], least)
+
+        def gap(passed: int) -> float:
+            return self._scaled[token] - self._scaled[self._order[place + passed]]
+
+        def under(passed: int) -> float:
+            ahead = self._before[place + passed + 1] - self._shares[place]
+            return _logit(self._limit) - _logit(ahead)
+
+        return min(self._leaves[token], _least(len(self._order) - 1 - place, gap, under))
+
+
+def _least(most: int, rising: Callable[[int], float], falling: Callable[[int], float]) -> float:
+    """The least of the larger of two, and of 0, over the arguments 0 to `most`."""
+    first = bisect_left(range(most), True, key=lambda x: rising(x) >= falling(x))
+    found = max(rising(first), falling(first))
+    if first:
+        found = min(found, max(rising(first - 1), falling(first - 1)))
+    return max(found, 0.0)
 
 
 def _logit(share: float) -> float:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 import time
@@ -204,6 +206,84 @@ def test_a_token_at_the_edge_of_a_mass_may_change_places_with_its_neighbours_too
     # The best one leaves when all others together have the limit.
     odds = [share / (1 - share) for share in (0.9, 0.11)]
     assert filters.leaves(1) == pytest.approx(math.log(odds[0] / odds[1]))
+
+
+def _places(scores: dict[int, float], options: dict[str, Any], token: int, first: bool) -> bool:
+    """Whether vLLM's filters let a token pass; it comes `first` or last of equals."""
+    best = max(scores.values())
+    rank = {t: (-round(v, 9), (t != token) == first) for t, v in scores.items()}
+    order = sorted(scores, key=lambda t: rank[t])
+    if options["min_p"]:
+        edge = best + math.log(options["min_p"])
+        order = [t for t in order if scores[t] > edge + (-1e-9 if t != token or first else 1e-9)]
+    if options["top_k"]:
+        order = order[: options["top_k"]]
+    if token not in order:
+        return False
+    weights = [math.exp(scores[t] - best) for t in order]
+    before = sum(weights[: order.index(token)]) / sum(weights)
+    return before < options["top_p"] + (1e-9 if first else -1e-9)
+
+
+def _least_shift(
+    scores: dict[int, float], options: dict[str, Any], token: int, passes: bool
+) -> float:
+    """By trying: each score moves up, down, or to the token's edge; bisected."""
+
+    def reached(shift: float) -> bool:
+        own = scores[token] + (shift / 2 if passes else -shift / 2)
+        edges = [own, own - math.log(options["min_p"] or 1.0)]
+        others = [t for t in scores if t != token]
+        moves = [
+            [v - shift / 2, v + shift / 2, *(x for x in edges if abs(x - v) <= shift / 2)]
+            for v in (scores[t] for t in others)
+        ]
+        return any(
+            _places({**dict(zip(others, moved, strict=True)), token: own}, options, token, passes)
+            == passes
+            for moved in itertools.product(*moves)
+        )
+
+    low, high = 0.0, 8.0
+    if not reached(high):
+        return math.inf
+    if reached(0.0):
+        return 0.0
+    while high - low > 1e-5:
+        middle = (low + high) / 2
+        low, high = (low, middle) if reached(middle) else (middle, high)
+    return high
+
+
+@pytest.mark.parametrize(
+    "names", [["top_p"], ["top_k"], ["min_p"], ["top_k", "top_p"]], ids=" and ".join
+)
+def test_shifts_of_filters_are_the_least_ones(names: list[str]) -> None:
+    generator = random.Random(0)
+    for _ in range(12):
+        scores = {token: generator.gauss(0, 0.5) for token in range(5)}
+        scores[0] = scores[generator.randrange(5)]
+        values: dict[str, list[Any]] = {
+            "top_p": [0.3, 0.7, 0.9],
+            "top_k": [1, 2, 3, 4],
+            "min_p": [0.2, 0.5, 0.9],
+        }
+        options = {**NEUTRAL, **{name: generator.choice(values[name]) for name in names}}
+        filters = _Filters(scores, options)
+        for token in scores:
+            for passes, found in ((True, filters.joins(token)), (False, filters.leaves(token))):
+                least = _least_shift(scores, options, token, passes)
+                assert (found if found < 8 else math.inf) == pytest.approx(least, abs=1e-4)
+
+
+def test_a_token_outside_top_k_must_enter_the_mass_too() -> None:
+    """Near the last of the best 40, which are three times as many as have the mass."""
+    scores = {token: -0.25 * token for token in range(60)}
+    filters = _Filters(scores, {**NEUTRAL, "top_k": 40, "top_p": 0.95})
+    assert filters.joins(40) > filters.joins(39) > 1.5
+    # Logits of tokens that are forbidden.
+    filters = _Filters({0: 1.0, 1: -math.inf}, {**NEUTRAL, "top_k": 1, "top_p": 0.95})
+    assert filters.joins(1) == math.inf
 
 
 class FakeScheduler:

@@ -304,6 +304,14 @@ def test_what_float32_has_equal_is_a_tie(exact: float | None, kind: str) -> None
         return exact
 
     doubts = [Doubt(0.25, 0.25, 9.0), Doubt(0.0, 0.0, 9.0)]
+    # What rounds are logits, and what is compared where AR samples is logits over T.
+    for temperature in (0.5, 2.0) if exact is not None else ():
+        (other,) = compare(
+            *([[1]], [[2]]), dtype="bfloat16", exact=distance,
+            doubts=lambda _, t=temperature: [Doubt(None, 0.25, 0.5, t)],
+        )["differences"]  # fmt: skip
+        assert other["kind"] == ("tie" if exact <= 0.17 / temperature else "beyond a tie")
+    asked.clear()
     found = compare(
         [[1, 3], [4]],
         [[1, 2], [5]],

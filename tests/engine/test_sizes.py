@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import itertools
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from vllm_weaver.engine.sizes import (
     PROBE_COST_OF_PLAIN,
     PROBE_SECONDS,
     SEEN_SECONDS,
+    TRIED_STEPS,
     Acceptance,
     Probes,
     SeenSteps,
@@ -389,6 +391,12 @@ def test_steps_as_they_ran_count_for_more_than_their_graphs() -> None:
         assert times.step_ms(4, 15, seen) == pytest.approx(27.0 * 20 / 15)
     assert best_unseen(4, 3, *known) is None
     assert times.step_ms(9, 3, seen) is None
+    # Trees that would win by less than their margin at best are not tried.
+    for _ in range(MOST_STEPS):
+        seen.add(8, 0, 20.0)
+    for rate, best in ((1.01, None), (1.03, 3)):
+        level = StepTimes({(8, 1): 20.0, (8, 4): 20.0 * offers.emitted(3) / rate}, {8: 1e-6})
+        assert best_unseen(8, 0, [0, 3], level, offers, seen) == best
 
 
 def test_unseen_sizes_are_tried_soon_and_more_and_more_seldom() -> None:
@@ -404,6 +412,17 @@ def test_unseen_sizes_are_tried_soon_and_more_and_more_seldom() -> None:
     gaps = [after - before for before, after in itertools.pairwise(tried)]
     assert tried[0] == 0.0 and gaps[:5] == [2.0, 4.0, 8.0, 16.0, 32.0]
     assert set(gaps[5:]) == {MOST_EVERY}
+    # Slow steps have as many, and are tried as seldom as that costs.
+    slow = StepTimes({(4, 1): 200.0, (4, 4): 260.0}, {4: 40.0})
+    waiting, patient = SeenSteps(), Probes()
+    for _ in range(LEAST_STEPS):
+        waiting.add(4, 3, 500.0)
+    args = 4, 3, 3, [0, 3], slow, offers, waiting
+    tried = [0.5 * k for k in range(2000) if patient.next(0.5 * k, *args)]
+    lasted = 1e-3 * TRIED_STEPS * slow.steps_ms(4, waiting)[0]
+    first = [at for at in tried if at < lasted]
+    assert lasted > 4 and first == [0.5 * k for k in range(math.ceil(2 * lasted))]
+    assert len(tried) * 0.5 < 0.05 * 1000
     # Another graph's are another matter.
     assert probes.next(200.0, *batch) is None
     larger = StepTimes({**times.verify, (8, 1): 10.0, (8, 4): 13.0}, {8: 2.0})
@@ -440,6 +459,19 @@ def test_probes_of_the_largest_trees_cost_a_small_share_of_the_tokens(
     assert probes.next(1e3, 4, 3, 3, [0, 3], times, offers) is None
 
 
+def test_plain_decoding_is_left_again_where_the_rules_trees_cannot_be_tried() -> None:
+    """The rule has none in such a batch, or trees without a graph: the nearest ones are tried."""
+    offers = Acceptance(15)
+    offers.add([1e6] * 15, [0.0] * 15)
+    times = StepTimes({(200, 1): 20.0, (200, 2): 24.0, (200, 4): 30.0}, {200: 2.0})
+    for chosen, largest, tried in ((0, 0, 1), (0, 1, 1), (0, 3, 3), (0, 15, 3), (1, 1, 3)):
+        found = Probes().next(0.0, 200, chosen, largest, [0, 1, 3, 15], times, offers)
+        assert found == (tried, PROBE_SECONDS)
+    # Choices alone are tried: there is no memory for the others.
+    assert Probes().next(0.0, 200, 0, 3, [0, 1], times, offers) == (1, PROBE_SECONDS)
+    assert Probes().next(0.0, 200, 0, 3, [0], times, offers) is None
+
+
 @pytest.mark.parametrize(
     ("scheduled", "drafts", "new", "size"),
     [
@@ -473,7 +505,7 @@ def test_an_engines_steps_are_timed_while_they_are_alike(
     # Nothing was known of graphs, so there was nothing to count by.
     assert not scheduler._steps.times
     scheduler._times = StepTimes({(4, k + 1): 1.0 for k in (0, 1, 3, 12)}, {4: 1.0})
-    began = time.monotonic()
+    began, active = time.monotonic(), scheduler._active
     # A refresh would change the size on the way.
     scheduler._refreshed = began + 1e6
     assert_same(trees.generate(prompts, greedy(24)), want, plain_of("dense"))
@@ -482,6 +514,8 @@ def test_an_engines_steps_are_timed_while_they_are_alike(
     steps = [ms for times in seen.values() for ms in times]
     assert set(seen) == {(4, 3)}
     assert 2 <= len(steps) <= 24 and min(steps) > 0 and sum(steps) <= spent
+    # Probes are paid from the time of steps.
+    assert sum(steps) <= 1e3 * (scheduler._active - active) <= spent
 
 
 def test_what_is_not_offered_is_not_forgotten() -> None:
@@ -556,18 +590,21 @@ def test_probes_are_short(tiny_models: dict[str, Path]) -> None:
     scheduler._refreshed = time.monotonic() - PROBE_SECONDS
     scheduler.schedule()
     assert scheduler.dynamic_sd_lookup[1:] == [0, 0, 0, 0]
+    scheduler._active += 0.5
     scheduler.refresh_sizes()
     assert scheduler.dynamic_sd_lookup[1:] == [1, 1, 1, 1]
     # A pause between requests earns no probe.
-    active, scheduler._refreshed = scheduler._active, time.monotonic() - 100
+    active, scheduler._called = scheduler._active, time.monotonic() - 100
     scheduler.schedule()
-    assert 0 < scheduler._active - active <= 1
-    # Of another number of requests, trees of which too large a graph would be needed.
-    scheduler._probes, scheduler._decoding = Probes(), 4
+    assert scheduler._active == active
+    # The rule's trees have more rows than there is memory for: the next smaller ones, and of
+    # four requests, which have no larger ones than the chosen, none.
     scheduler._fixed = [12] * 5
     scheduler._times = StepTimes({**verify, (4, 1): 1e3}, {4: 1.0})
-    scheduler.refresh_sizes()
-    assert scheduler.dynamic_sd_lookup[1:] == [12, 1, 1, 1]
+    for decoding, expected in ((2, [3, 3, 3, 1]), (4, [1, 1, 1, 1])):
+        scheduler._probes, scheduler._decoding = Probes(), decoding
+        scheduler.refresh_sizes()
+        assert scheduler.dynamic_sd_lookup[1:] == expected
 
 
 def test_the_last_trees_of_a_probe_are_published_in_the_plain_steps_after_it(

@@ -66,7 +66,8 @@ class AdaptiveSizesMixin(_Scheduler):
         self._last: tuple[float, tuple[int, int] | None, int] = (0.0, None, 0)
         self._seen: list[list[float]] | None = None
         self._acceptance = Acceptance(self.num_spec_tokens)
-        self._refreshed = time.monotonic()
+        self._refreshed = self._called = time.monotonic()
+        #: Seconds for which requests were running: a pause is no time to pay probes from.
         self._active = 0.0
         self._probes = Probes()
         self._after_probe: tuple[float, list[int]] | None = None
@@ -89,9 +90,10 @@ class AdaptiveSizesMixin(_Scheduler):
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         """vLLM's schedule, from a table that is half a second old at most."""
         now = time.monotonic()
+        if self.running:
+            self._active += now - self._called
+        self._called = now
         if now - self._refreshed >= PUBLISH_SECONDS:
-            # What lies between two refreshes without requests is no time to pay probes from.
-            self._active += min(now - self._refreshed, 2 * PUBLISH_SECONDS)
             self._refreshed = now
             self.refresh_sizes()
         elif self._after_probe is not None and now - self._refreshed >= self._after_probe[0]:

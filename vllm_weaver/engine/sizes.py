@@ -37,19 +37,22 @@ LEAST_PASSES = 64.0
 MOST_PASSES = 512.0
 #: Trees must promise this much more than plain decoding.
 MARGIN = 1.02
-#: Share of the tokens that probes of the largest tree may cost: the nearer it is to the chosen one,
-#: the more often it is tried, so that it is known when it becomes better. Smaller trees tell of
-#: larger ones; plain decoding tells of none.
+#: Share of the tokens that probes of the largest tree may cost, by what is known of it: the nearer
+#: it is to the chosen one, the more often it is tried, so that it is known when it becomes better.
+#: Smaller trees tell of larger ones; plain decoding tells of none.
 PROBE_COST, PROBE_COST_OF_PLAIN = 0.001, 0.005
-#: Seconds from one probe to the next: at least, and at most of a size that was never seen.
-LEAST_EVERY, MOST_EVERY = 2.0, 32.0
+#: Seconds from one probe of a size to the next: at least, and at most of one that was never seen
+#: (or so many times as long as its try, where steps are slow).
+LEAST_EVERY, MOST_EVERY, MOST_EVERY_TRIES = 2.0, 32.0, 64.0
 #: Steps of a size that must have been seen before their own time counts, and how many are kept.
 LEAST_STEPS = 8
 MOST_STEPS = 64
+#: Steps that a try of an unseen size has: those that are timed, and those before several are alike.
+TRIED_STEPS = LEAST_STEPS + 5
 #: Seconds after the last step of a size after which its time is forgotten: requests may be longer
 #: or shorter by then, and that of the sizes still seen is theirs.
 SEEN_SECONDS = 240.0
-#: Seconds of a probe of the largest tree.
+#: Seconds of a probe of the largest tree, or one step where that is longer.
 PROBE_SECONDS = 0.25
 
 
@@ -137,10 +140,11 @@ class StepTimes:
         """Read what :meth:`save` wrote; None if it is not there or damaged."""
         try:
             data = json.loads(file.read_text())
-            return cls(
+            found = cls(
                 verify={(int(n), int(rows)): float(ms) for n, rows, ms in data["verify"]},
                 draft={int(n): float(ms) for n, ms in data["draft"]},
             )
+            return found if all(ms > 0 for ms in found.verify.values()) else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -263,6 +267,8 @@ def best_unseen(
     if chosen not in known or unseen(chosen):
         return None
     best, most = None, acceptance.emitted(chosen) / known[chosen]
+    if not chosen:
+        most *= MARGIN
     for nodes in choices:
         graphs = times.graphs_ms(requests, nodes)
         if graphs is None or not unseen(nodes):
@@ -286,6 +292,8 @@ class Probes:
     _largest: float = -math.inf
     #: Times that a size of a graph was tried, and the second of the last one.
     _tried: dict[tuple[int, int], tuple[int, float]] = field(default_factory=dict)
+    #: What is being tried, and to which second.
+    _trying: tuple[tuple[int, int], float] | None = None
 
     def next(
         self,
@@ -304,32 +312,40 @@ class Probes:
             now: seconds for which the engine has run.
             requests, choices, times, acceptance, seen: as of :func:`best_nodes`.
             chosen: nodes of the best trees.
-            largest: nodes of the largest trees of such a batch.
+            largest: nodes of the trees to probe. Where they have no graph, or are no larger than
+                the chosen ones, it is the next smaller size that is, or else the next larger one.
 
         Returns:
             Nodes, and for how many seconds, at most to the next call; None for no probe.
         """
+        known = times.steps_ms(requests, seen)
         if seen is not None:
             unseen = best_unseen(requests, chosen, choices, times, acceptance, seen)
-            if unseen is not None and self._is_due(now, times.graph_of(requests, unseen), unseen):
-                return unseen, math.inf
-        known = times.steps_ms(requests, seen)
-        if largest <= chosen or chosen not in known or largest not in known:
+            if unseen is not None:
+                size = times.graph_of(requests, unseen) or 0, unseen
+                if self._is_due(now, size, 1e-3 * TRIED_STEPS * known[unseen]):
+                    return unseen, math.inf
+        larger = [nodes for nodes in choices if nodes > chosen and nodes in known]
+        if not larger or chosen not in known:
             return None
+        largest = max((nodes for nodes in larger if nodes <= largest), default=min(larger))
         rates = [acceptance.emitted(nodes) / known[nodes] for nodes in (largest, chosen)]
         cost = PROBE_COST if chosen else PROBE_COST_OF_PLAIN
-        every = PROBE_SECONDS * (1 - rates[0] / rates[1]) / cost
-        if now - self._largest < max(every, LEAST_EVERY):
+        seconds = max(PROBE_SECONDS, 1e-3 * known[largest])
+        if now - self._largest < max(LEAST_EVERY, seconds * (1 - rates[0] / rates[1]) / cost):
             return None
         self._largest = now
         return largest, PROBE_SECONDS
 
-    def _is_due(self, now: float, graph: int | None, nodes: int) -> bool:
-        key = graph or 0, nodes
-        tries, last = self._tried.get(key, (0, 0.0))
-        if tries and now - last < min(LEAST_EVERY * 2 ** (tries - 1), MOST_EVERY):
+    def _is_due(self, now: float, size: tuple[int, int], seconds: float) -> bool:
+        """Whether a size is tried from now on, or still; a try has so many `seconds`."""
+        if self._trying is not None and self._trying[0] == size and now < self._trying[1]:
+            return True
+        tries, last = self._tried.get(size, (0, 0.0))
+        most = max(MOST_EVERY, MOST_EVERY_TRIES * seconds)
+        if tries and now - last < min(LEAST_EVERY * 2 ** (tries - 1), most):
             return False
-        self._tried[key] = tries + 1, now
+        self._tried[size], self._trying = (tries + 1, now), (size, now + seconds)
         return True
 
 
