@@ -32,7 +32,7 @@ PRIOR_PASSES = 32.0
 #: Share of earlier observations of a node that a refresh keeps once there are new ones; passes of
 #: them that stay however old they are, since a probe of few requests is no more than a dozen; and
 #: the most that stay, since a large batch makes thousands in a second and its text may change.
-MEMORY = 0.95
+MEMORY = 0.9
 LEAST_PASSES = 64.0
 MOST_PASSES = 512.0
 #: Trees must promise this much more than plain decoding.
