@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
@@ -277,6 +277,65 @@ def test_the_rule_holds_for_engines_of_few_requests_too(most: int, sizes: Any) -
     config: Any = SimpleNamespace(speculative_config=spec, scheduler_config=scheduler)
     compat.choose_tree_sizes(config, 256)
     assert spec.num_speculative_tokens_per_batch_size == sizes
+
+
+class Described(NamedTuple):
+    """What vLLM knows of a graph."""
+
+    num_reqs: int
+    num_tokens: int
+
+
+def test_graphs_between_two_that_were_timed_take_what_lies_between() -> None:
+    replayed: list[int] = []
+
+    class Event:
+        """The clock of a device on which only replays take time: 10 ms and one for each row."""
+
+        now = 0.0
+
+        def __init__(self, enable_timing: bool):
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at = Event.now
+
+        def synchronize(self) -> None:
+            pass
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at - self.at
+
+    class Graph:
+        def __init__(self, rows: int):
+            self.rows = rows
+
+        def replay(self) -> None:
+            # The first one is slower.
+            Event.now += 10.0 + self.rows + 100.0 * (self.rows not in replayed)
+            replayed.append(self.rows)
+
+    def manager(*sizes: tuple[int, int]) -> SimpleNamespace:
+        graphs = {Described(n, n * rows): Graph(n * rows) for n, rows in sizes}
+        return SimpleNamespace(graphs=graphs)
+
+    runner: Any = SimpleNamespace(
+        cudagraph_manager=manager(*((n, 1) for n in (1, 2, 3, 4, 6, 8)), (1, 64), (2, 64)),
+        speculator=SimpleNamespace(query_cudagraph_manager=manager((4, 16), (5, 16), (8, 16))),
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "Event", Event)
+        times = compat.measure_steps(runner)
+        assert times is not None
+        runner.cudagraph_manager = None
+        assert compat.measure_steps(runner) is None
+    assert times.verify == {(n, 1): 10.0 + n for n in (1, 2, 3, 4, 6, 8)} | {
+        (1, 64): 74.0,
+        (2, 64): 138.0,
+    }
+    assert times.draft == pytest.approx({4: 74.0, 5: 90.0, 8: 138.0})
+    # The first, every second, and the last of a width, three times each; and all of the drafter's.
+    assert sorted(set(replayed)) == [1, 3, 6, 8, 64, 80, 128] and replayed.count(3) == 3
 
 
 def test_times_are_those_of_the_graph_that_holds_the_batch(tmp_path: Path) -> None:
