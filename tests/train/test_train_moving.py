@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from vllm_weaver.train import moving
+from vllm_weaver.train import target as target_module
 from vllm_weaver.train.data import Document, HiddenStateData, Layout, stream
+from vllm_weaver.train.errors import DataError, TrainError
 from vllm_weaver.train.moving import Lead, to_device
 from vllm_weaver.train.processes import Processes, host_memory, host_peak
 from vllm_weaver.train.recipe import DataRecipe
+from vllm_weaver.train.target import read_tensor
 from vllm_weaver.train.trainer import Trainer
 
 CPU = torch.device("cpu")
@@ -61,6 +65,14 @@ def test_rows_are_one_piece_of_memory_each(data: Path) -> None:
         assert document.states_Lkd.is_contiguous() and document.states_Lkd.shape == (40, 5, 256)
         for view in (document.auxiliary_Lx, document.last_Ld):
             assert view.untyped_storage().data_ptr() == document.states_Lkd.data_ptr()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_cut_row_is_handed_over_without_the_rest_of_its_file(data: Path, workers: int) -> None:
+    recipe = DataRecipe(path=str(data), workers=workers, max_length=10)
+    ((document, _),) = next(stream(HiddenStateData(recipe, LAYOUT), iter([[(0, 0)]])))
+    assert isinstance(document, Document) and len(document.states_Lkd) == 10
+    assert document.states_Lkd.untyped_storage().nbytes() == document.states_Lkd.nbytes
 
 
 class _Counting(HiddenStateData):
@@ -172,6 +184,82 @@ def test_host_is_one_unit_ahead_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Non
         assert len(made) == launched and waited == done
 
 
+class _Pinned:
+    """In the place of `Lead`: the loader pins, and rows stay where they are."""
+
+    on_gpu = True
+
+    def move(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, torch.Size]]:
+    """Makes the loader believe in a GPU; (thread, shape) of what it pins."""
+    found = []
+
+    def pin_memory(tensor: Tensor, device: Any = None) -> Tensor:
+        found.append((threading.current_thread().name, tensor.shape))
+        return tensor.clone()
+
+    for name, answer in {
+        "is_available": True,
+        "current_accelerator": torch.device("cuda"),
+        "current_device_index": 0,
+        "set_device_index": None,
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, lambda *given, a=answer: a)
+    monkeypatch.setattr(Tensor, "pin_memory", pin_memory)
+    return found
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_pins_the_states_alone_and_beside_the_training(
+    data: Path, pinned: list[tuple[str, torch.Size]], workers: int
+) -> None:
+    opened = HiddenStateData(DataRecipe(path=str(data), workers=workers), LAYOUT)
+    rows = [[(row, row + 1) for row in range(3 * unit, 3 * unit + 3)] for unit in range(3)]
+    lead: Any = _Pinned()
+    read = list(stream(opened, iter(rows), lead))
+    assert [[(document.index, seed) for document, seed in unit] for unit in read] == rows
+    assert [len(shape) for _, shape in pinned] == [3] * 9
+    main = threading.main_thread().name
+    assert all((thread == main) == (workers == 0) for thread, _ in pinned)
+
+
+def test_an_error_ends_readers_and_pinning_while_it_is_held(
+    data: Path, pinned: list[tuple[str, torch.Size]]
+) -> None:
+    """Otherwise they live until Python ends, where the thread dies with a traceback of its own."""
+    file = data / "hidden_states" / "hs_3.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    opened = HiddenStateData(DataRecipe(path=str(data), workers=2), LAYOUT)
+    lead: Any = _Pinned()
+    threads = set(threading.enumerate())
+    held: list[DataError] = []
+    try:
+        for _ in stream(opened, iter([[(row, 0)] for row in range(10)]), lead):
+            assert multiprocessing.active_children()
+    except DataError as error:
+        held.append(error)
+    assert held and "hs_3" in str(held[0]) and pinned
+    assert not multiprocessing.active_children()
+    assert not any("pin" in t.name for t in set(threading.enumerate()) - threads)
+
+
+def test_rows_that_find_no_room_are_no_failure_of_a_reader(data: Path) -> None:
+    class Full(_Pinned):
+        on_gpu = False
+
+        def move(self, tensor: Tensor) -> Tensor:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    lead: Any = Full()
+    opened = HiddenStateData(DataRecipe(path=str(data), workers=0), LAYOUT)
+    with pytest.raises(DataError, match=r"row 2: .* lower train\.documents"):
+        next(stream(opened, iter([[(2, 0)]]), lead))
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_rows_reach_a_gpu_as_they_are(data: Path) -> None:
@@ -186,6 +274,30 @@ def test_rows_reach_a_gpu_as_they_are(data: Path) -> None:
             pinned = same.pin_memory()
             assert pinned.states_Lkd.is_pinned() and pinned.index == document.index
         lead.launched()
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (0,), (7,), (0, 5), (5, 0), (33, 3), (9, 2, 2), (2, 300)])
+def test_pieces_make_the_tensor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stored: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(target_module, "_AT_ONCE", 256)
+    whole = torch.randn(shape).mul(300).to(stored)
+    save_file({"whole": whole}, tmp_path / "model.safetensors")
+    for wanted in (torch.float32, torch.bfloat16):
+        read = read_tensor(tmp_path / "model.safetensors", "whole", "cpu", wanted)
+        assert read.dtype == wanted and torch.equal(read, whole.to(wanted))
+
+
+def test_a_full_gpu_is_no_damaged_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file({"whole": torch.ones(3, 3)}, tmp_path / "model.safetensors")
+
+    def full(*given: Any, **options: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(target_module.torch, "empty", full)
+    with pytest.raises(TrainError, match=r"finds no room on cuda:0"):
+        read_tensor(tmp_path / "model.safetensors", "whole", "cuda:0", torch.bfloat16)
 
 
 _LOADS = """

@@ -213,6 +213,9 @@ class HiddenStateData(Dataset[Document | Skipped]):
                 part = opened.get_slice("hidden_states")
                 whole = list(part.get_shape())
                 states: Tensor = part[:length]
+                if len(states) < whole[0]:
+                    # A part of the file's mapping would be handed over with all of it.
+                    states = states.clone()
                 if _SCALES in names:
                     # Speculators' FP8 files: a scale per token, applied as its own reader does.
                     scales = opened.get_slice(_SCALES)[:length]
@@ -433,20 +436,33 @@ def stream(
     def placed(document: Document | Skipped) -> Document | Skipped:
         if lead is None or isinstance(document, Skipped):
             return document
-        return replace(document, states_Lkd=lead.move(document.states_Lkd))
+        try:
+            return replace(document, states_Lkd=lead.move(document.states_Lkd))
+        except torch.OutOfMemoryError as error:
+            raise DataError(
+                f"row {document.index}: {tuple(document.states_Lkd.shape)} states find no room on "
+                "the device, which holds those of two units: lower train.documents or "
+                "data.max_length"
+            ) from error
 
+    rows = iter(loader)
     try:
-        rows = iter(loader)
         for unit in wanted:
             read = []
             for _ in unit:
-                document, seed = next(rows)
+                try:
+                    document, seed = next(rows)
+                except DataError as error:
+                    # Its frames hold the readers. What a reader raised has its traceback as text.
+                    raise error.with_traceback(None) from error.__cause__
+                except RuntimeError as error:
+                    raise DataError(
+                        f"{data.path}: a reading process failed ({first_line(error)}): set "
+                        "data.workers = 0 to see where"
+                    ) from (error.with_traceback(None) if workers else error)
                 read.append((placed(document), seed))
             yield read
-    except DataError:
-        raise
-    except RuntimeError as error:
-        raise DataError(
-            f"{data.path}: a reading process failed ({first_line(error)}): set data.workers = 0 "
-            "to see where"
-        ) from error
+    finally:
+        # An error's traceback holds this frame: readers and the thread that pins are to end now,
+        # not in the middle of a row when Python does.
+        del rows

@@ -154,6 +154,11 @@ def read_tensor(file: Path, name: str, device: torch.device | str, dtype: torch.
                 whole[start : start + rows] = _checked(file, name, piece)
     except TrainError:
         raise
+    except torch.OutOfMemoryError as error:
+        raise TrainError(
+            f"{file}: {name} finds no room on {device} ({first_line(error)}): free some, or use a "
+            "GPU with more memory"
+        ) from error
     except Exception as error:
         raise TrainError(
             f"{file}: {name} cannot be read ({first_line(error)}): fetch the file again"
