@@ -6,9 +6,12 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
+import multiprocessing
+import os
 import resource
 import shutil
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from vllm_weaver.adapter import load
 from vllm_weaver.train.blocks import conditional, make_blocks, make_pools
 from vllm_weaver.train.data import Document
 from vllm_weaver.train.errors import DataError, RecipeError, SaveError, TrainError
+from vllm_weaver.train.optim import Optimizers
 from vllm_weaver.train.plan import dry_run
 from vllm_weaver.train.processes import Processes
 from vllm_weaver.train.state import Checkpoints
@@ -167,6 +171,45 @@ def test_bad_shard_ends_the_run_with_its_last_step_saved(
     untouched = make_recipe("untouched", train__save_every=100)
     train(untouched)
     _assert_same(weights(recipe), weights(untouched))
+
+
+@pytest.mark.parametrize("where", ["a unit", "the optimisers' step"])
+def test_a_killed_reader_ends_the_run_with_its_last_whole_step_saved(
+    make_recipe: MakeRecipe, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """PyTorch raises wherever the training thread is just then; half a step is never saved."""
+    recipe = make_recipe(train__save_every=100, data__workers=1)
+    unit, optimise = Trainer._unit, Optimizers.step
+    calls = iter(range(100))
+
+    def kill() -> None:
+        (reader,) = multiprocessing.active_children()
+        os.kill(reader.pid or 0, signal.SIGKILL)
+        time.sleep(30)
+
+    def run_unit(self: Trainer, *args: Any) -> Any:
+        if where == "a unit" and self.step == 2:
+            kill()
+        return unit(self, *args)
+
+    def run_optimisers(self: Optimizers, *args: Any) -> Any:
+        norm = optimise(self, *args)
+        if where != "a unit" and next(calls) == 2:
+            kill()
+        return norm
+
+    monkeypatch.setattr(Trainer, "_unit", run_unit)
+    monkeypatch.setattr(Optimizers, "step", run_optimisers)
+    with pytest.raises(DataError, match=r"a reading process ended .* killed.*lower data\.workers"):
+        train(recipe)
+    monkeypatch.undo()
+    saved = Checkpoints(recipe.output, 2).steps()
+    assert saved == ([2] if where == "a unit" else [])
+    if saved:
+        train(recipe, resume=True)
+        untouched = make_recipe("untouched", train__save_every=100)
+        train(untouched)
+        _assert_same(weights(recipe), weights(untouched))
 
 
 def test_bad_shards_may_be_skipped_and_are_counted(make_recipe: MakeRecipe, data: Path) -> None:

@@ -104,6 +104,8 @@ class Trainer:
             model = torch.compile(model)  # type: ignore[assignment]
         self._model = wrap(model, train.parallel, processes)
         self._stop = False
+        # Whether the parameters are those of `step`, not on their way to the next.
+        self._whole = True
         self.skipped: dict[int, str] = {}
 
     def resume(self) -> bool:
@@ -159,6 +161,17 @@ class Trainer:
                         f"'{Path(self.recipe.output) / 'adapter'}'"
                     ) from error
                 raise
+            except RuntimeError as error:
+                # PyTorch's handler of a reader's death raises wherever this thread is just then.
+                # Several processes save together, and the others know nothing of it.
+                if not str(error).startswith("DataLoader worker") or self.processes.world > 1:
+                    raise
+                if self._whole:
+                    self._save(log)
+                raise DataError(
+                    f"{self.data.path}: a reading process ended ({first_line(error)}), for want of "
+                    "memory perhaps: lower data.workers, then go on with --resume"
+                ) from error
             if self.step not in self.checkpoints.steps():
                 self._save(log)
             return Path(self.recipe.output) / "adapter"
@@ -181,8 +194,10 @@ class Trainer:
                 for name, value in figures.items():
                     sums[name] = sums[name] + value if name in sums else value
             factor = schedule(self.step, self.plan.steps, train.warmup, train.decay)
+            self._whole = False
             norm = self.optimizers.step(factor)
             self.step += 1
+            self._whole = True
             sums |= {"gradient_norm": torch.tensor(norm), "rate": torch.tensor(factor)}
             yield sums
 
