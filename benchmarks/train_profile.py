@@ -29,7 +29,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vllm_weaver.train.plan import dry_run
-from vllm_weaver.train.processes import Processes, host_memory, host_peak
+from vllm_weaver.train.processes import Processes, host_peak
 from vllm_weaver.train.profile import profile
 from vllm_weaver.train.recipe import Recipe
 from vllm_weaver.train.trainer import Trainer
@@ -199,18 +199,11 @@ def write_all(shape: Shape, directory: Path, rows: int) -> None:
 
 
 def measured(name: str, directory: Path, compiles: bool, part: str) -> dict[str, Any]:
-    """One part's result, and this process's host memory: `resident` is the main process alone."""
+    """One part's result, and the most host memory of its process: of loading, and of all."""
     trainer = Trainer(recipe_for(name, directory, compiles), Processes.join())
     loaded = host_peak()
     result = {"profile": profile, "dry_run": dry_run}[part](trainer)
-    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    kinds = [line.split() for line in status if line.startswith("Rss")]
-    memory = {
-        "now": host_memory(),
-        "peak": host_peak(),
-        "peak_of_loading": loaded,
-        **{f"resident_{kind[3:-1].lower()}": int(kib) * 1024 for kind, kib, _ in kinds},
-    }
+    memory = {"peak": host_peak(), "peak_of_loading": loaded}
     return {part: result, "host_gib": {k: round(v / 2**30, 2) for k, v in memory.items()}}
 
 

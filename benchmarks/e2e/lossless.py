@@ -334,13 +334,8 @@ class Lossless:
         found = Decoded()
         steps = []
         for number, batch in enumerate(batches):
-            answer = process.call(
-                "serve",
-                self._limit(),
-                requests=[request.to_dict() for request in batch],
-                # Parts whose batches know nothing of each other begin without a cache, too.
-                fresh=fresh and (number == 0 or not part.ordered),
-            )
+            # Parts whose batches know nothing of each other begin without a cache, too.
+            answer = self._serve(name, batch, {}, fresh and (number == 0 or not part.ordered))
             found.outputs += answer["outputs"]
             found.cached += answer["cached"]
             steps.append(answer["steps"])

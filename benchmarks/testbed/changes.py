@@ -129,11 +129,10 @@ class PaperEngine(AdaptiveSizesMixin, _Stock):
         self._files = _File(), self._stats
         verify = {
             (requests, nodes + 1): step_ms(1, requests * (nodes + 1), False)
-            for nodes in self._choices
             for requests in _GRID
-            if requests * (nodes + 1) <= max(self._most, requests)
+            for nodes in self._choices_of(requests)
         }
-        draft = {n: step_ms(1, n, True) - step_ms(1, n, False) + 0.06 * min(n, 16) for n in _GRID}
+        draft = {n: step_ms(n, n, True) - step_ms(n, n, False) for n in _GRID}
         self._times = StepTimes(verify, draft)
         self._counts = torch.zeros(2, NODES + 1)
         self._on_its_way: str | None = None

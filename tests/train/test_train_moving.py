@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from host_reads import HostReads
+from interpreter import needs_gpu
 from nano_data import MakeRecipe
 from nano_runs import in_processes
 from safetensors.torch import load_file, save_file
@@ -261,7 +262,7 @@ def test_rows_that_find_no_room_are_no_failure_of_a_reader(data: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_gpu
 def test_rows_reach_a_gpu_as_they_are(data: Path) -> None:
     opened = HiddenStateData(DataRecipe(path=str(data), workers=1), LAYOUT)
     lead = Lead(torch.device("cuda", torch.cuda.current_device()))

@@ -19,6 +19,7 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm_weaver.engine import compat
 from vllm_weaver.engine.config import options_of, tree_sizes, with_all_widths
 from vllm_weaver.engine.sizes import (
+    ALIKE,
     MARGIN,
     Acceptance,
     Probes,
@@ -30,10 +31,6 @@ from vllm_weaver.engine.stats import PUBLISH_SECONDS, stats_file, times_file
 
 # Base of the mixin, whose methods come from the class that it is mixed into.
 _Scheduler: Any = object
-
-
-#: Steps of one size in a row before the next one is timed.
-_ALIKE = 3
 
 
 def decode_size(output: Any) -> tuple[int, int] | None:
@@ -117,7 +114,7 @@ class AdaptiveSizesMixin(_Scheduler):
             return
         self._last = now, own, alike + 1
         graph = None if self._times is None else self._times.graph_of(*own)
-        if graph is not None and alike >= _ALIKE:
+        if graph is not None and alike >= ALIKE:
             self._steps.add(graph, own[1], 1e3 * (now - before), now)
 
     def refresh_sizes(self) -> None:

@@ -24,7 +24,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
-T = TypeVar("T")
+_T = TypeVar("_T")
+
 #: Acceptance of a node that was never offered, before anything was observed: node j's share is
 #: PRIOR / j, so that trees of 1, 15 and 63 nodes emit 1.9, 4.0 and 5.3 tokens. What was observed of
 #: other nodes stretches it.
@@ -49,8 +50,11 @@ LEAST_EVERY, MOST_EVERY, MOST_EVERY_TRIES = 2.0, 32.0, 64.0
 #: Steps of a size that must have been seen before their own time counts, and how many are kept.
 LEAST_STEPS = 8
 MOST_STEPS = 64
-#: Steps that a try of an unseen size has: those that are timed, and those before several are alike.
-TRIED_STEPS = LEAST_STEPS + 5
+#: Steps of one size in a row before the next one is timed.
+ALIKE = 3
+#: Steps that a try of an unseen size has: those that are timed, those before several are alike, and
+#: two that were scheduled before it.
+TRIED_STEPS = LEAST_STEPS + ALIKE + 2
 #: Seconds after the last step of a size after which its time is forgotten: requests may be longer
 #: or shorter by then, and that of the sizes still seen is theirs.
 SEEN_SECONDS = 240.0
@@ -58,18 +62,14 @@ SEEN_SECONDS = 240.0
 PROBE_SECONDS = 0.25
 
 
-def every_second(things: Mapping[int, T], measure: Callable[[T], float]) -> dict[int, float]:
+def every_second(things: Mapping[int, _T], measure: Callable[[_T], float]) -> dict[int, float]:
     """Measure the first, every second and the last of them by their sizes, and lines between."""
     sizes = sorted(things)
-    known = {size: measure(things[size]) for size in {*sizes[::2], *sizes[-1:]}}
-    found = {}
-    for place, size in enumerate(sizes):
-        if size not in known:
-            low, high = sizes[place - 1], sizes[place + 1]
+    found = {size: measure(things[size]) for size in {*sizes[::2], *sizes[-1:]}}
+    for low, size, high in zip(sizes, sizes[1:], sizes[2:], strict=False):
+        if size not in found:
             share = (size - low) / (high - low)
-            found[size] = (1 - share) * known[low] + share * known[high]
-        else:
-            found[size] = known[size]
+            found[size] = (1 - share) * found[low] + share * found[high]
     return found
 
 

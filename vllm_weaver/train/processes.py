@@ -6,6 +6,7 @@ Knows ranks, devices and one flag that all processes agree on; not what they com
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 from dataclasses import dataclass
@@ -79,31 +80,24 @@ def host_memory() -> int:
     What they share counts once; files that are mapped count as far as they were read. 0 where the
     system does not say.
     """
-    readers = [process.pid for process in multiprocessing.active_children()]
-    try:
-        total = _field("/proc/self/smaps_rollup", "Pss")
-    except (OSError, ValueError):
+    own = _field("self", "smaps_rollup", "Pss")
+    if not own:
         # Some sandboxes know only what is resident.
-        return _known("/proc/self/status", "VmRSS")
-    return total + sum(_known(f"/proc/{pid}/smaps_rollup", "Pss") for pid in readers)
+        return _field("self", "status", "VmRSS")
+    readers = multiprocessing.active_children()
+    return own + sum(_field(process.pid, "smaps_rollup", "Pss") for process in readers)
 
 
 def host_peak() -> int:
     """The most that this process alone has had resident, in bytes; 0 where it is not said."""
-    return _known("/proc/self/status", "VmHWM")
+    return _field("self", "status", "VmHWM")
 
 
-def _known(path: str, name: str) -> int:
-    try:
-        return _field(path, name)
-    except (OSError, ValueError):
-        return 0
-
-
-def _field(path: str, name: str) -> int:
-    """A line `name:  N kB` of one of the kernel's files, in bytes."""
-    with open(path, encoding="ascii") as file:
-        for line in file:
+def _field(process: int | str | None, file: str, name: str) -> int:
+    """A line `name:  N kB` of one of the kernel's files on a process, in bytes; 0 without one."""
+    path = f"/proc/{process}/{file}"
+    with contextlib.suppress(OSError, ValueError), open(path, encoding="ascii") as lines:
+        for line in lines:
             if line.startswith(f"{name}:"):
                 return int(line.split()[1]) * 1024
-    raise ValueError(name)
+    return 0
